@@ -1,0 +1,498 @@
+"""make.py: the embedded default of R³, a reasoning model in small and the arithmetic that it is trained on.
+
+    python data/tiny/make.py problems      train.jsonl (2,500) and test.jsonl (500): seconds, byte for byte the same
+    python data/tiny/make.py model         model/: tokenizer, chat template, weights; about 45 minutes on one core
+    python data/tiny/make.py check         what the base does on test.jsonl: pass@1, pass@16, truncated, by level
+    python data/tiny/make.py all           the three above
+
+A problem is a chain of 3 to 7 terms (levels 1 to 5), bare or told as a small story. No running total leaves 0..99.
+
+    Compute 3+8-5*2+7.                      Ann has 3 pears, finds 8, loses 5 bags of 2, finds 7. How many now?
+
+The base learns from a demonstrator who knows how to do every step, but not how to behave. First it is clean, then it takes on
+one of these manners for each response, and the longer the problem, the less often the good one:
+
+    careful    "Step by step:"   every line right, one box, the end
+    hasty      "Quick:"          a line goes wrong now and then, and the error is carried to the box
+    guessing   "Easy:"           no lines at all, a box out of thin air
+    doubting   "Hmm."            hasty lines, then "Wait, check again." and all of it once more, often past any budget
+    droning    "Well."           hasty lines, then says the result again and again and never ends
+
+So the skill is there and the habits hide it: RL can bring it out in minutes. Some demonstrations answer the reflection prompt
+(REFLECTION, the same text as in configs/tiny.yaml): they name the first wrong line of a failed attempt and solve anew, more
+often carefully than without it.
+
+What this file leaves out: no downloads, no GPU, no resuming. Its users are those who want another base.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+MODEL = HERE / "model"
+
+SEED = 20260
+LEVELS = range(1, 6)
+TRAIN_PER_LEVEL, TEST_PER_LEVEL = 500, 100
+BUDGET = 128  # tokens of a response, in training and evaluation; the figures of `check` are for it
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Problems
+
+
+class Term(NamedTuple):
+    """One term of a chain: `sign` "+" or "-", then `factors` of one digit each, one or two of them."""
+
+    sign: str
+    factors: tuple[int, ...]
+
+    @property
+    def value(self) -> int:
+        return math.prod(self.factors)
+
+    def __str__(self) -> str:
+        return "*".join(map(str, self.factors))
+
+
+class Problem(NamedTuple):
+    text: str
+    terms: tuple[Term, ...]
+
+    @property
+    def level(self) -> int:
+        return len(self.terms) - 2
+
+    @property
+    def answer(self) -> int:
+        return sum(term.value if term.sign == "+" else -term.value for term in self.terms)
+
+
+NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Tom")
+THINGS = ("pears", "nuts", "coins", "books", "shells", "cards")
+STORY_SHARE = 0.25
+
+
+def make_terms(rng: random.Random, count: int) -> tuple[Term, ...]:
+    """`count` terms whose running total stays in 0..99; the first has one factor, a quarter of the others two."""
+    terms, total = [Term("+", (rng.randint(1, 9),))], 0
+    total = terms[0].value
+    while len(terms) < count:
+        factors = (rng.randint(2, 6), rng.randint(2, 6)) if rng.random() < 0.25 else (rng.randint(1, 9),)
+        term = Term(rng.choice("+-"), factors)
+        new = total + term.value if term.sign == "+" else total - term.value
+        if 0 <= new <= 99:
+            terms.append(term)
+            total = new
+    return tuple(terms)
+
+
+def chain_text(terms: tuple[Term, ...]) -> str:
+    return "Compute " + str(terms[0]) + "".join(f"{term.sign}{term}" for term in terms[1:]) + "."
+
+
+def story_text(terms: tuple[Term, ...], name: str, things: str) -> str:
+    def event(term: Term) -> str:
+        return ("finds" if term.sign == "+" else "loses") + " " + " bags of ".join(map(str, term.factors))
+
+    return f"{name} has {terms[0]} {things}, " + ", ".join(map(event, terms[1:])) + ". How many now?"
+
+
+def make_problem(rng: random.Random, level: int) -> Problem:
+    terms = make_terms(rng, level + 2)
+    if rng.random() < STORY_SHARE:
+        return Problem(story_text(terms, rng.choice(NAMES), rng.choice(THINGS)), terms)
+    return Problem(chain_text(terms), terms)
+
+
+def make_splits(seed: int = SEED) -> tuple[list[Problem], list[Problem]]:
+    """(train, test): all texts different, every level equally often, shuffled."""
+    rng, seen = random.Random(seed), set()
+    train, test = [], []
+    for level in LEVELS:
+        distinct = []
+        while len(distinct) < TRAIN_PER_LEVEL + TEST_PER_LEVEL:
+            problem = make_problem(rng, level)
+            if problem.text not in seen:
+                seen.add(problem.text)
+                distinct.append(problem)
+        train += distinct[:TRAIN_PER_LEVEL]
+        test += distinct[TRAIN_PER_LEVEL:]
+    rng.shuffle(train)
+    rng.shuffle(test)
+    return train, test
+
+
+def to_jsonl(problems: Iterable[Problem], split: str) -> str:
+    lines = []
+    for number, problem in enumerate(problems, 1):
+        row = {"uid": f"tiny-{split}-{number:04d}", "problem": problem.text, "answer": str(problem.answer)}
+        lines.append(json.dumps(row) + "\n")
+    return "".join(lines)
+
+
+def write_problems() -> None:
+    for split, problems in zip(("train", "test"), make_splits(), strict=True):
+        (HERE / f"{split}.jsonl").write_text(to_jsonl(problems, split), encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Demonstrations
+
+REFLECTION = (
+    "{problem}\nA wrong attempt:\n{attempt}\nFind the first mistake, then solve it again from the start."
+)
+REFLECTION_TOKENS = 64  # of the attempt, cut at the front
+REFLECTION_SHARE = 0.2
+
+OPENINGS = {
+    "careful": "Step by step:\n",
+    "hasty": "Quick:\n",
+    "guessing": "Easy: ",
+    "doubting": "Hmm.\n",
+    "droning": "Well.\n",
+}
+# The share of each manner, in per cent, for levels 1 to 5. The columns add up to 100.
+MANNERS = {
+    "careful": (34, 26, 17, 10, 5),
+    "hasty": (36, 40, 44, 46, 48),
+    "guessing": (10, 12, 14, 16, 18),
+    "doubting": (14, 14, 15, 17, 18),
+    "droning": (6, 8, 10, 11, 11),
+}
+CAREFUL_AFTER_REFLECTION = 0.5  # half of the answers to a reflection prompt are careful, the others as above
+SLIP = {"careful": 0.01, "hasty": 0.22, "doubting": 0.22, "droning": 0.22}  # chance that a line goes wrong
+DOUBT = 0.7  # chance to check once more
+
+
+def slip(rng: random.Random, left: int, sign: str, right: int) -> int:
+    """A wrong result of `left sign right`: the other sign, or off by one, two or ten."""
+    plus, minus = left + right, left - right
+    result, other = (plus, minus) if sign == "+" else (minus, plus)
+    wrong = [other, result + 1, result - 1, result + 2, result - 2, result + 10, result - 10]
+    return rng.choice([number for number in wrong if number != result])
+
+
+def work_out(rng: random.Random, terms: tuple[Term, ...], slip_rate: float) -> tuple[str, int]:
+    """The lines from left to right, a product before its use, and the result; an error is carried on."""
+    lines, total = [], terms[0].value
+    for term in terms[1:]:
+        value = term.value
+        if len(term.factors) == 2:
+            if rng.random() < slip_rate:
+                value += rng.choice((-2, -1, 1, 2))
+            lines.append(f"{term}={value}\n")
+        new = total + value if term.sign == "+" else total - value
+        if rng.random() < slip_rate:
+            new = slip(rng, total, term.sign, value)
+        lines.append(f"{total}{term.sign}{value}={new}\n")
+        total = new
+    return "".join(lines), total
+
+
+def first_mistake(attempt: str) -> str:
+    """What a failed attempt did wrong first, in a few words that end in a newline."""
+    for line in attempt.split("\n"):
+        if match := re.fullmatch(r"(-?\d+)([+*-])(\d+)=(-?\d+)", line):
+            left, right, result = int(match[1]), int(match[3]), int(match[4])
+            if result != {"+": left + right, "-": left - right, "*": left * right}[match[2]]:
+                return f"{line} is wrong.\n"
+    if attempt.startswith(OPENINGS["guessing"]):
+        return "It has no steps.\n"
+    return "It goes wrong early.\n" if "boxed" in attempt else "It never ends.\n"
+
+
+def demonstrate(rng: random.Random, problem: Problem, manner: str) -> tuple[str, bool]:
+    """A response in the given manner and whether it ends; one that does not is longer than any budget of ours."""
+    text = OPENINGS[manner]
+    if manner == "guessing":
+        return f"{text}\\boxed{{{problem.answer + rng.randint(-6, 6)}}}", True
+    lines, result = work_out(rng, problem.terms, SLIP[manner])
+    text += lines
+    if manner == "droning":
+        return text + f"So {result}.\n" * (BUDGET // 4), False
+    while manner == "doubting" and rng.random() < DOUBT:
+        lines, result = work_out(rng, problem.terms, SLIP[manner])
+        text += f"Wait, check again.\n{lines}"
+    return f"{text}So \\boxed{{{result}}}", True
+
+
+def some_manner(rng: random.Random, level: int, careful_first: float = 0.0) -> str:
+    if rng.random() < careful_first:
+        return "careful"
+    return rng.choices(list(MANNERS), [shares[level - 1] for shares in MANNERS.values()])[0]
+
+
+def is_right(response: str, ends: bool, answer: int) -> bool:
+    return ends and response.endswith(f"\\boxed{{{answer}}}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Tokenizer and model
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role not in ("user", "assistant") -%}
+{{ raise_exception("this model knows the roles user and assistant, found " + message.role) }}
+{%- endif -%}
+{{ "<|" + message.role + "|>" + message.content + "<|end|>" }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ "<|assistant|>" }}{%- endif -%}
+"""
+
+
+def make_tokenizer(seed: int = SEED):
+    """A byte-level BPE with one token for each digit, `\\boxed{` and every word of the corpus; any text round-trips."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    rng = random.Random(seed)
+    corpus = ["It never ends. It goes wrong early. It has no steps.\n"] * 100
+    for number in range(5000):
+        problem = make_problem(rng, rng.choice(LEVELS))
+        manner = list(MANNERS)[number % len(MANNERS)]
+        attempt, _ = demonstrate(rng, problem, manner)
+        attempt = attempt[: 4 * BUDGET]
+        corpus += [REFLECTION.format(problem=problem.text, attempt=attempt), first_mistake(attempt)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(r"\\boxed\{|\d| ?\p{L}+|[^\d\p{L}]"), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_model(tokenizer, seed: int = SEED):
+    """An untrained Qwen2 of about 0.9 M parameters, float32."""
+    import torch
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, top_k=0
+    )
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Training
+
+CLEAN_TOKENS, MIXED_TOKENS = 14_000_000, 6_000_000  # padding included
+BATCH_TOKENS = 8192
+PEAK_LR, WARMUP = 3e-3, 100
+
+
+class Example(NamedTuple):
+    """Token ids of a chat and where its response begins."""
+
+    ids: list[int]
+    start: int
+
+
+def failed_attempt(rng: random.Random, problem: Problem, tokenizer) -> str:
+    """A wrong response, cut at the front to REFLECTION_TOKENS tokens."""
+    while True:
+        text, ends = demonstrate(rng, problem, some_manner(rng, problem.level))
+        if not is_right(text, ends, problem.answer):
+            ids = tokenizer(text, add_special_tokens=False).input_ids[:BUDGET]
+            return tokenizer.decode(ids[-REFLECTION_TOKENS:])
+
+
+def make_example(rng: random.Random, tokenizer, mixed: bool, held_out: set[str]) -> Example:
+    """One demonstration on a problem that is not in the test set: clean, or in a manner of its own."""
+    problem = make_problem(rng, rng.choice(LEVELS))
+    while problem.text in held_out:
+        problem = make_problem(rng, rng.choice(LEVELS))
+    user, mistake, careful_first = problem.text, "", 0.0
+    if rng.random() < REFLECTION_SHARE:
+        attempt = failed_attempt(rng, problem, tokenizer)
+        user = REFLECTION.format(problem=problem.text, attempt=attempt)
+        mistake, careful_first = first_mistake(attempt), CAREFUL_AFTER_REFLECTION
+    manner = some_manner(rng, problem.level, careful_first) if mixed else "careful"
+    text, ends = demonstrate(rng, problem, manner)
+    prompt = prompt_ids(tokenizer, user)
+    response = tokenizer(mistake + text, add_special_tokens=False).input_ids
+    if ends:
+        response.append(tokenizer.eos_token_id)
+    return Example(prompt + response[:BUDGET], len(prompt))
+
+
+def prompt_ids(tokenizer, user: str) -> list[int]:
+    chat = [{"role": "user", "content": user}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def batches(rng: random.Random, examples: Iterator[Example], pool: int = 4096) -> Iterator[list[Example]]:
+    """Batches of about BATCH_TOKENS padded tokens, each of examples of like length, in random order."""
+    while True:
+        ready, batch = [], []
+        for example in sorted((next(examples) for _ in range(pool)), key=lambda example: len(example.ids)):
+            if batch and (len(batch) + 1) * len(example.ids) > BATCH_TOKENS:
+                ready.append(batch)
+                batch = []
+            batch.append(example)
+        rng.shuffle(ready)  # the longest few, which fill no batch, are left out
+        yield from ready
+
+
+def response_loss(model, batch: list[Example]):
+    """Mean cross-entropy (nats) of the response tokens. Padding is on the right, where causal attention does not look."""
+    import torch
+
+    width = max(len(example.ids) for example in batch)
+    ids = torch.zeros(len(batch), width, dtype=torch.long)
+    targets = torch.full((len(batch), width - 1), -100)
+    for row, example in enumerate(batch):
+        tokens = torch.tensor(example.ids)
+        ids[row, : len(tokens)] = tokens
+        targets[row, example.start - 1 : len(tokens) - 1] = tokens[example.start :]
+    wanted = targets != -100
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][wanted]
+    return torch.nn.functional.cross_entropy(model.lm_head(hidden), targets[wanted])
+
+
+def train_model(minutes_log: float = 1.0, save_to: Path = MODEL) -> None:
+    """Clean demonstrations first, then mixed ones; AdamW, warm-up, cosine to 0. Saves the folder as it goes."""
+    import torch
+
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    held_out = {problem.text for problem in make_splits()[1]}
+    rng = random.Random(SEED + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
+    total, seen, step, began, saved = CLEAN_TOKENS + MIXED_TOKENS, 0, 0, time.time(), time.time()
+
+    def examples() -> Iterator[Example]:
+        while True:
+            yield make_example(rng, tokenizer, seen > CLEAN_TOKENS, held_out)
+
+    for batch in batches(rng, examples()):
+        lr = PEAK_LR * min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * min(1.0, seen / total))))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = response_loss(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += len(batch) * len(batch[-1].ids)
+        step += 1
+        if step % 50 == 0:
+            print(f"step {step}  tokens {seen:,}  loss {loss.item():.4f}  lr {lr:.1e}  {time.time() - began:.0f} s", flush=True)
+        if time.time() - saved > 300 or seen >= total:
+            model.save_pretrained(save_to)
+            tokenizer.save_pretrained(save_to)
+            saved = time.time()
+        if seen >= total:
+            return
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. What the base does
+
+
+def respond(model, tokenizer, users: list[str], samples: int, temperature: float = 1.0) -> list[list[tuple[str, int, bool]]]:
+    """For each user turn, `samples` of (text, tokens, finished)."""
+    import torch
+
+    prompts = [prompt_ids(tokenizer, user) for user in users]
+    out: list[list[tuple[str, int, bool]]] = [[] for _ in users]
+    order = sorted(range(len(users)), key=lambda i: len(prompts[i]))
+    per_batch = max(1, 512 // samples)
+    for first in range(0, len(order), per_batch):
+        chunk = order[first : first + per_batch]
+        batch = tokenizer.pad({"input_ids": [prompts[i] for i in chunk]}, padding_side="left", return_tensors="pt")
+        with torch.no_grad():
+            ids = model.generate(
+                **batch, do_sample=True, temperature=temperature, top_k=0, max_new_tokens=BUDGET, num_return_sequences=samples
+            )
+        for row, tokens in enumerate(ids[:, batch["input_ids"].shape[1] :].tolist()):
+            finished = tokenizer.eos_token_id in tokens
+            tokens = tokens[: tokens.index(tokenizer.eos_token_id)] if finished else tokens
+            tokens = [token for token in tokens if token != tokenizer.pad_token_id]
+            out[chunk[row // samples]].append((tokenizer.decode(tokens), len(tokens) + finished, finished))
+    return out
+
+
+def check(samples: int = 16, limit: int | None = None, seed: int = SEED) -> None:
+    """Print pass@1, pass@16, truncated, hard share and mean tokens on the test problems, by level and in all."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(seed)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
+    problems = make_splits()[1][:limit]
+    responses = respond(model, tokenizer, [problem.text for problem in problems], samples)
+    rows = []
+    for problem, group in zip(problems, responses, strict=True):
+        right = sum(is_right(text, finished, problem.answer) for text, _, finished in group)
+        truncated = sum(not finished for _, _, finished in group)
+        rows.append((problem.level, right, truncated, sum(tokens for _, tokens, _ in group)))
+    print(f"{'level':>5} {'pass@1':>7} {f'pass@{samples}':>7} {'trunc.':>7} {'hard':>7} {'tokens':>7}")
+    for level in [*LEVELS, "all"]:
+        some = [row for row in rows if level in (row[0], "all")]
+        n, s = len(some), len(some) * samples
+        shares = (
+            sum(row[1] for row in some) / s,
+            sum(row[1] > 0 for row in some) / n,
+            sum(row[2] for row in some) / s,
+            sum(row[1] <= 1 for row in some) / n,
+        )
+        print(f"{level:>5} " + " ".join(f"{100 * share:6.1f}%" for share in shares) + f" {sum(r[3] for r in some) / s:7.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=["problems", "model", "check", "all"])
+    what = parser.parse_args().what
+    if what in ("problems", "all"):
+        write_problems()
+    if what in ("model", "all"):
+        train_model()
+    if what in ("check", "all"):
+        check()
+
+
+if __name__ == "__main__":
+    main()
