@@ -1,0 +1,202 @@
+"""eval.py: pass@1, pass@k, mean tokens and truncated share of a model on a benchmark, with the trainer's sampler and judge.
+
+    python eval.py --model DIR --data FILE.jsonl --n 16 --k 1 16 --max-new-tokens 32768 --out answers.jsonl
+
+Writes one JSON line an answer to --out (uid, correct, tokens, finished, response) and prints the figures. A truncated
+answer is wrong. Left out: majority voting, code execution, several GPUs (start one process a benchmark).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import model as lm
+from errors import UserError, exit_cleanly
+from problems import Problem, load
+from rollout import Sample, Sampler, stream
+from runtime import pick_device, pick_dtype, write_atomically
+from verify import Judge
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The unbiased estimate of P(one of k samples is right) from c right ones of n: 1 - C(n-c, k) / C(n, k).
+
+    Chen et al. 2021, equation 1. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, found n={n}, c={c}, k={k}")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def sample_and_grade(
+    sampler: Sampler,
+    judge: Judge,
+    decode: Callable[[Sequence[int]], str],
+    prompts: Sequence[list[int]],
+    problems: Sequence[Problem],
+    on_finished: Callable[[Sample], None] = lambda sample: None,
+    **generate,
+) -> list[list[tuple[Sample, bool]]]:
+    """n responses to each prompt and the verdict on each, graded while the others are still being sampled.
+
+    problems[i] has the reference answer of prompts[i]; `generate` goes to Sampler.generate. A response without an end
+    of sequence is never correct, whatever it boxed on the way (SPEC section 2).
+    """
+    verdicts = {}
+
+    def finished(i: int, j: int, sample: Sample) -> None:
+        on_finished(sample)
+        if sample.finished:
+            verdicts[i, j] = judge.submit(decode(sample.response_ids), problems[i].answer, problems[i].uid)
+
+    groups = sampler.generate(list(prompts), on_finished=finished, **generate)
+    return [
+        [(sample, (i, j) in verdicts and bool(verdicts[i, j].result())) for j, sample in enumerate(group)]
+        for i, group in enumerate(groups)
+    ]
+
+
+def evaluate(
+    sampler: Sampler,
+    judge: Judge,
+    tokenizer,
+    prompts: Sequence[list[int]],
+    problems: Sequence[Problem],
+    *,
+    n: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    on_finished: Callable[[Sample], None] = lambda sample: None,
+) -> list[dict]:
+    """One record an answer: uid, sample, correct, tokens, finished, response. A problem's seed depends on its uid alone."""
+    graded = sample_and_grade(
+        sampler,
+        judge,
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        prompts,
+        problems,
+        on_finished,
+        n=n,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=[stream(seed, "eval", p.uid) for p in problems],
+    )
+    return [
+        {
+            "uid": problem.uid,
+            "sample": j,
+            "correct": correct,
+            "tokens": len(sample.response_ids),
+            "finished": sample.finished,
+            "response": tokenizer.decode(sample.response_ids, skip_special_tokens=True),
+        }
+        for problem, group in zip(problems, graded, strict=True)
+        for j, (sample, correct) in enumerate(group)
+    ]
+
+
+def summary(answers: Sequence[dict], ks: Sequence[int]) -> dict[str, float]:
+    """`eval/pass@K` for each k, `eval/tokens` (mean) and `eval/truncated` (share) of the records of `evaluate`."""
+    by_uid = defaultdict(list)
+    for answer in answers:
+        by_uid[answer["uid"]].append(answer["correct"])
+    scores = {
+        f"eval/pass@{k}": sum(pass_at_k(len(v), sum(v), k) for v in by_uid.values()) / len(by_uid) for k in ks
+    }
+    return {
+        **scores,
+        "eval/tokens": sum(a["tokens"] for a in answers) / len(answers),
+        "eval/truncated": sum(not a["finished"] for a in answers) / len(answers),
+    }
+
+
+def arguments(argv: Sequence[str]) -> argparse.Namespace:
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str):
+            raise UserError(f"command line: {message}")
+
+    def positive(text: str) -> int:
+        if not text.isdigit() or int(text) < 1:
+            raise argparse.ArgumentTypeError(f"found {text!r}, allowed: an integer of at least 1")
+        return int(text)
+
+    parser = Parser(prog="eval.py", description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="a Hugging Face folder or hub name")
+    parser.add_argument("--data", required=True, help="problems: JSONL, parquet or a hub data set")
+    parser.add_argument("--n", type=positive, default=16, help="samples a problem")
+    parser.add_argument("--k", type=positive, nargs="+", help="which pass@k to report (default: 1 and n)")
+    parser.add_argument("--max-new-tokens", type=positive, default=32768)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--prompt-suffix", default="", help="text added to each problem")
+    parser.add_argument("--limit", type=positive, help="only the first so many problems")
+    parser.add_argument("--slots", type=positive, default=64, help="responses sampled side by side")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    parser.add_argument("--out", help="a JSONL of every answer")
+    args = parser.parse_args(argv)
+    args.k = args.k or sorted({1, args.n})
+    if max(args.k) > args.n:
+        raise UserError(f"command line: --k {max(args.k)} needs at least as many samples, found --n {args.n}")
+    if args.temperature < 0:
+        raise UserError(f"command line: --temperature {args.temperature}, allowed: 0 (greedy) or above")
+    if not 0 < args.top_p <= 1:
+        raise UserError(f"command line: --top-p {args.top_p}, allowed: above 0 and at most 1")
+    if args.out and not Path(args.out).absolute().parent.is_dir():
+        raise UserError(f"command line: --out {args.out}: the folder does not exist")
+    return args
+
+
+def main(argv: Sequence[str]) -> None:
+    args = arguments(argv)
+    device = pick_device(args.device)
+    problems = load(args.data, limit=args.limit)
+    model, tokenizer = lm.load(args.model, device, pick_dtype(args.dtype, device))
+    prompts = [lm.chat_prompt(tokenizer, p.problem + args.prompt_suffix) for p in problems]
+    longest = max(map(len, prompts))
+    sampler = Sampler(model, lm.eos_ids(model, tokenizer), args.slots, longest + args.max_new_tokens)
+    start = time.perf_counter()
+    with (
+        Judge() as judge,
+        torch.inference_mode(),
+        tqdm(total=len(problems) * args.n, unit="answer", desc=Path(args.data).stem, file=sys.stderr) as bar,
+    ):
+        answers = evaluate(
+            sampler,
+            judge,
+            tokenizer,
+            prompts,
+            problems,
+            n=args.n,
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            seed=args.seed,
+            on_finished=lambda sample: bar.update(),
+        )
+    if args.out:
+        lines = (json.dumps(a, ensure_ascii=False) + "\n" for a in answers)
+        write_atomically(Path(args.out), "".join(lines))
+    tokens, seconds = sum(a["tokens"] for a in answers), time.perf_counter() - start
+    print(f"{args.model} on {args.data}: {len(problems)} problems x {args.n}, {tokens / seconds:,.0f} tokens/s")
+    for name, value in summary(answers, args.k).items():
+        print(f"  {name[5:]:10} {value:8.1f}" if name == "eval/tokens" else f"  {name[5:]:10} {100 * value:8.2f} %")
+
+
+if __name__ == "__main__":
+    with exit_cleanly():
+        main(sys.argv[1:])

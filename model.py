@@ -1,0 +1,201 @@
+"""model.py: what R³ needs of a Hugging Face causal LM: load it, write its prompts, and score given responses.
+
+    model, tokenizer = load("data/tiny/model", device="cpu", dtype=torch.float32)
+    prompt_ids = chat_prompt(tokenizer, "Compute 3+4.")
+    logprob, entropy = token_logprobs(model, [(prompt_ids, response_ids)], temperature=1.0)
+
+Sequences are packed: all tokens of a micro-batch lie one after another in one row of T tokens, positions restart at each
+sequence, and attention stays within it. So no padding enters any matrix product but the attention's own, and on CUDA
+(flash attention over cumulative lengths) not even that. Legend: B sequences, T tokens in all, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from entropy import linear_token_stats
+from errors import UserError
+
+try:
+    from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10
+except ImportError:
+    varlen_attn = None
+
+Row = tuple[Sequence[int], Sequence[int]]  # (prompt ids, response ids)
+
+
+# ----------------------------------------------------------------------------------------------------- loading
+
+
+def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote_code: bool = False):
+    """A causal LM in eval mode (dropout off, SPEC 8.10) and its tokenizer, from a folder or a hub name.
+
+    Raises UserError where the folder or the hub name is missing or damaged, the model is no causal LM, tokenizer and
+    embedding do not fit, there is no end-of-sequence id, or the logits are not `hidden @ head.T` (SPEC 9).
+    """
+    folder = Path(name)
+    if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        siblings = [str(p) for p in folder.parent.glob("*")] if folder.parent.is_dir() else []
+        close = difflib.get_close_matches(name, siblings, n=1)
+        raise UserError(f"model {name!r}: no such folder" + (f" (did you mean {close[0]!r}?)" if close else ""))
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"model {name!r}: the folder has no config.json, so it is no Hugging Face model")
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except Exception as error:  # transformers and safetensors raise many kinds; each of them is about this folder
+        what = str(error).strip().split("\n")[0][:300]
+        raise UserError(f"model {name!r}: it cannot be loaded: {type(error).__name__}: {what}") from error
+    missing = sorted(report["missing_keys"]) + sorted(str(k) for k in report.get("mismatched_keys", ()))
+    if missing:
+        raise UserError(f"model {name!r}: its weights lack {len(missing)} tensors, {missing[0]} among them")
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UserError(f"model {name!r}: the tokenizer has {len(tokenizer)} tokens, the embedding only {rows}")
+    if not eos_ids(model, tokenizer):
+        raise UserError(f"model {name!r}: neither generation_config.json nor the tokenizer names an EOS token")
+    model = model.to(device).eval()
+    check_head(model, name)
+    return model, tokenizer
+
+
+def eos_ids(model: PreTrainedModel, tokenizer) -> set[int]:
+    """Every id that ends a response: those of generation_config (a list at times), config and tokenizer (SPEC 8.3)."""
+    found = [getattr(model.generation_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+    flat = [i for ids in found for i in (ids if isinstance(ids, (list, tuple)) else [ids])]
+    return {int(i) for i in flat if i is not None}
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, name: str) -> None:
+    """Refuses a model whose logits are more than hidden @ head.T (scaled or soft-capped logits, a bias)."""
+    ids = torch.arange(3, 7, device=model.device)[None]
+    hidden = model.base_model(input_ids=ids).last_hidden_state
+    ours = hidden @ model.get_output_embeddings().weight.T
+    theirs = model(input_ids=ids).logits
+    if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2 * theirs.abs().max().item()):
+        raise UserError(
+            f"model {name!r}: {type(model).__name__} changes its logits after the head (a scale, a soft cap or a bias); "
+            "allowed: models whose logits are hidden @ head.T, such as Qwen2, Qwen3, Llama, Mistral"
+        )
+
+
+def chat_prompt(tokenizer, user: str, system: str = "") -> list[int]:
+    """The ids of one user turn in the model's own chat template, up to where the assistant begins.
+
+    Raises UserError where the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise UserError(f"model {tokenizer.name_or_path!r}: its tokenizer has no chat template; add one to the folder")
+    turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": user}]
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+
+
+# ----------------------------------------------------------------------------------------- packed attention
+
+
+def packed_attention(module, query, key, value, attention_mask=None, scaling=None, *, packing, **_):
+    """Causal attention within each packed sequence: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
+
+    Flash attention over cumulative lengths on CUDA in half precision; elsewhere the sequences are laid out as padded
+    rows, where the causal mask alone keeps real tokens away from the padding behind them.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
+    if varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        ends, longest = packing["ends"], packing["longest"]
+        gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), **gqa)
+        return out[None], None
+    row, column, B, L = packing["row"], packing["column"], packing["rows"], packing["longest"]
+    q, k, v = (x.new_zeros(B, L, *x.shape[1:]).index_put((row, column), x).transpose(1, 2) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)[row, column][None], None
+
+
+AttentionInterface.register("packed", packed_attention)
+transformers_logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Within the block the model attends by the registered function `name`; the module may be shared with a sampler."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+# --------------------------------------------------------------------------------- scoring given responses
+
+
+def pack(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, dict]:
+    """Packs (prompt, response) pairs: ids [1, T], positions [1, T], index [N], targets [N], packing.
+
+    The last response token predicts nothing and is left out of the input. `index` are the positions whose hidden states
+    predict the N response tokens `targets`, EOS included: the one place where the mask is made, from lengths (SPEC 8.3).
+    """
+    ids, column, index, targets, lengths = [], [], [], [], []
+    for prompt, response in rows:
+        assert len(prompt) and len(response), f"empty prompt or response: {len(prompt)}, {len(response)} tokens"
+        index.extend(range(len(ids) + len(prompt) - 1, len(ids) + len(prompt) + len(response) - 1))
+        ids.extend(prompt)
+        ids.extend(response[:-1])
+        lengths.append(len(prompt) + len(response) - 1)
+        column.extend(range(lengths[-1]))
+        targets.extend(response)
+    sizes = torch.tensor(lengths)
+    ends = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
+    row = torch.repeat_interleave(torch.arange(len(rows)), sizes)
+    positions = torch.tensor(column).to(device)
+    packing = {"row": row.to(device), "column": positions, "ends": ends.to(device)}
+    packing |= {"rows": len(rows), "longest": max(lengths)}
+    return (
+        torch.tensor([ids], device=device),
+        positions[None],
+        torch.tensor(index, device=device),
+        torch.tensor(targets, device=device),
+        packing,
+    )
+
+
+def token_logprobs(model: PreTrainedModel, rows: Sequence[Row], temperature: float) -> tuple[Tensor, Tensor]:
+    """log pi(token) and entropy in nats of each response token, at the sampling temperature (SPEC 8.2).
+
+    rows: (prompt ids, response ids) pairs; returns two fp32 tensors [N], the responses one after another. Differentiable.
+    """
+    device = model.get_input_embeddings().weight.device
+    ids, positions, index, targets, packing = pack(rows, device)
+    with attention(model, "packed"):
+        hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, packing=packing).last_hidden_state
+    hidden = hidden[0].index_select(0, index)  # (N, d)
+    head = model.get_output_embeddings().weight.to(hidden.dtype)  # (V, d)
+    return linear_token_stats(hidden, head, targets, temperature)
+
+
+def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Indices of sequences, alike in length, in batches of at most `token_budget` tokens (a longer one goes alone).
+
+    The budget counts padded tokens, so it also bounds the attention's own padding.
+    """
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[batches[-1][0]] if batches else 0
+        if batches and longest * (len(batches[-1]) + 1) <= token_budget:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches

@@ -1,0 +1,293 @@
+"""run.py: one run: its parts, made from a config; its rows in the logs, its evaluations and its checkpoints.
+
+    runs/NAME/config.yaml                the resolved config
+             metrics.jsonl               a line a step; evaluations are lines of their own
+             samples.jsonl               a few responses of each step
+             evals/step_000040.jsonl     every answer of an evaluation
+             checkpoints/step_000040/    see checkpoint.py
+
+Left out: the algorithm, which is r3.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from tqdm import tqdm
+
+import checkpoint
+import eval as evaluation
+import model as lm
+import runtime
+from errors import UserError
+from problems import Problem, load
+from replay import PLAIN, REFLECTION, ReplayBuffer
+from rollout import Sampler
+from runtime import Ranks, append, json_line, read_jsonl, write_atomically
+from verify import Judge, check
+
+
+@dataclass
+class Run:
+    """What a step works with, and how far the run is."""
+
+    config: object  # r3.Config
+    ranks: Ranks
+    policy: torch.nn.Module
+    reference: torch.nn.Module | None
+    tokenizer: object
+    sampler: Sampler
+    optimizer: torch.optim.Optimizer
+    buffer: ReplayBuffer
+    judge: Judge
+    signals: runtime.Signals
+    problems: list[Problem]
+    prompts: dict[str, list[int]]  # plain prompt ids of each uid
+    eval_problems: list[Problem]
+    logs: Logs | None = None
+    step: int = 0  # finished ones
+    bad_steps: int = 0  # in a row, with a loss or gradient that was not finite
+
+    @property
+    def steps_an_epoch(self) -> int:
+        return len(self.problems) // self.config.batch_size
+
+    @property
+    def steps(self) -> int:
+        return min(self.config.epochs * self.steps_an_epoch, self.config.steps or sys.maxsize)
+
+
+def set_up(c, stack: contextlib.ExitStack) -> Run:
+    """Checks everything that the user gave, and only then writes; what it starts, `stack` closes."""
+    ranks = Ranks.start(c.device)
+    stack.callback(ranks.stop)
+    dtype = runtime.pick_dtype(c.dtype, ranks.device)
+    folder = checkpoint.to_resume(c)
+    fields = {"problem_field": c.problem_field, "answer_field": c.answer_field, "uid_field": c.uid_field}
+    problems = load(c.data, split=c.data_split, limit=c.data_limit, **fields)
+    eval_problems = load(c.eval_data, split=c.eval_split, limit=c.eval_limit) if c.eval_data else []
+    policy, tokenizer = lm.load(str(folder or c.model), ranks.device, torch.float32, c.trust_remote_code)
+    reference = None
+    if c.beta > 0:
+        reference = lm.load(c.model, ranks.device, dtype, c.trust_remote_code)[0].requires_grad_(False)
+    if c.gradient_checkpointing:
+        policy.gradient_checkpointing_enable({"use_reentrant": False})
+    judge = stack.enter_context(Judge())
+    prompts = {p.uid: plain_prompt(p, tokenizer, c) for p in problems}
+    problems = usable(problems, prompts, c)
+    shared = dtype == torch.float32  # then the sampler runs the policy's own module
+    sampled_from = policy if shared else copy.deepcopy(policy).to(dtype).requires_grad_(False)
+    reflection = c.reflection_tokens + len(tokenizer.encode(c.reflection_template)) + 64 if c.reflect else 0
+    longest = c.max_prompt_tokens + reflection + c.max_new_tokens
+    sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, longest)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
+    buffer = ReplayBuffer(c.buffer_per_query, window=4 * c.group_size, min_history=c.min_history)
+    signals = runtime.Signals(c.grace_seconds, alone=ranks.size == 1)
+    stack.callback(signals.close)
+    parts = (policy, reference, tokenizer, sampler, optimizer, buffer, judge, signals, problems, prompts, eval_problems)
+    run = Run(c, ranks, *parts)
+    if folder:
+        state = checkpoint.load(folder, policy, optimizer, buffer, ranks)
+        run.step, run.bad_steps = state["step"], state["bad_steps"]
+    run.logs = Logs(c, run.step, ranks.main)
+    stack.callback(run.logs.close)
+    return run
+
+
+def plain_prompt(problem: Problem, tokenizer, c) -> list[int]:
+    return lm.chat_prompt(tokenizer, problem.problem + c.prompt_suffix, c.system_prompt)
+
+
+def usable(problems: list[Problem], prompts: dict[str, list[int]], c) -> list[Problem]:
+    """The problems whose reference answer grades itself as right and whose prompt fits; says how many do not."""
+    faults = {} if c.check_answers == "off" else {f.uid: f for f in check(problems) if f.bad}
+    for fault in list(faults.values())[:3]:
+        print(f"{fault.where}: {fault.reason}", file=sys.stderr)
+    if faults and c.check_answers == "refuse":
+        raise UserError(f"{c.data}: {len(faults)} reference answers cannot be graded; check_answers = drop leaves them out")
+    fit = [p for p in problems if p.uid not in faults and len(prompts[p.uid]) <= c.max_prompt_tokens]
+    if len(fit) < len(problems):
+        long = len(problems) - len(fit) - len(faults)
+        print(f"{c.data}: left out {len(faults)} for their answer, {long} over max_prompt_tokens", file=sys.stderr)
+    if len(fit) < c.batch_size:
+        raise UserError(f"{c.data}: {len(fit)} usable problems, allowed: at least batch_size = {c.batch_size}")
+    return fit
+
+
+def describe(groups: Sequence, suffix: str = "") -> dict[str, tuple[float, float]]:
+    """name -> (sum, weight) over freshly sampled groups; entropy is weighted by tokens."""
+    attempts = [a for g in groups for a in g.attempts]
+    n, tokens = len(attempts), sum(len(a.response_ids) for a in attempts)
+    pairs = {
+        "reward": (sum(a.reward for a in attempts), n),
+        "accuracy": (sum(a.correct for a in attempts), n),
+        "solve_all": (sum(g.collapsed == "all" for g in groups), len(groups)),
+        "solve_none": (sum(g.collapsed == "none" for g in groups), len(groups)),
+        "truncated": (sum(not a.finished for a in attempts), n),
+        "response_tokens": (tokens, n),
+        "entropy": (sum(float(H.sum(dtype=np.float64)) for g in groups for H in g.entropies), tokens),
+    }
+    return {name + suffix: pair for name, pair in pairs.items()}
+
+
+def log_step(run: Run, bar, epoch: int, groups, sampled, learning, seconds: tuple[float, float]) -> None:
+    """One row of metrics.jsonl, a few responses for samples.jsonl, and the bar."""
+    kinds = {kind: [g for g in sampled if g.query.kind == kind] for kind in (PLAIN, REFLECTION)}
+    once = float(run.ranks.main)  # a count is a sum over ranks: (count, 1) on one rank, (count, 0) on the others
+    pairs = {
+        **describe(kinds[PLAIN]),
+        "replayed": (sum(len(g.attempts) - g.fresh for g in groups), once),
+        "reflected": (len(kinds[REFLECTION]), once),
+        "ranked": (sum(g.ranked for g in groups), once),
+        **learning,
+        "seconds_rollout": (seconds[0], 1),
+        "seconds_update": (seconds[1], 1),
+        "tokens_per_second": (sum(len(a.response_ids) for g in sampled for a in g.attempts) / sum(seconds), once),
+        "peak_memory_gb": (runtime.peak_memory_gb(run.ranks.device), 1),
+        **describe(kinds[REFLECTION], "/reflection"),
+        "judge_killed": (run.judge.killed, once),
+    }
+    row = {"step": run.step, "epoch": epoch, **run.ranks.mean(pairs)}
+    if run.ranks.main:
+        run.logs.row(row)
+        run.logs.samples([sample_record(run, g) for g in groups[: run.config.log_samples]])
+        shown = {k: row[k] for k in ("reward", "accuracy", "entropy", "replayed", "reflected", "ranked")}
+        bar.set_postfix({k: f"{v:.3g}" if v is not None else "-" for k, v in shown.items()}, refresh=False)
+        bar.update()
+
+
+def sample_record(run: Run, group) -> dict:
+    """A group's first response as a reader of samples.jsonl sees it."""
+    a = group.attempts[0]
+    return {
+        "step": run.step,
+        "uid": group.uid,
+        "kind": group.query.kind,
+        "prompt": run.tokenizer.decode(a.prompt_ids),
+        "response": run.tokenizer.decode(a.response_ids),
+        "answer": group.query.problem.answer,
+        "correct": a.correct,
+        "finished": a.finished,
+        "reward": group.rewards[0],
+        "rewards_of_group": list(group.rewards),
+        "replayed": len(group.attempts) - group.fresh,
+    }
+
+
+def evaluate(run: Run) -> None:
+    """A row of its own in metrics.jsonl: pass@1, pass@N, mean tokens, truncated share on the held-out problems."""
+    c = run.config
+    mine = run.eval_problems[run.ranks.rank :: run.ranks.size]
+    if not run.eval_problems:
+        return
+    run.sampler.load(run.policy)
+    with tqdm(total=len(mine) * c.eval_n, unit="answer", desc="eval", leave=False, disable=not run.ranks.main) as bar:
+
+        def progress(sample) -> None:
+            run.signals.check()
+            bar.update()
+
+        answers = evaluation.evaluate(
+            run.sampler,
+            run.judge,
+            run.tokenizer,
+            [plain_prompt(p, run.tokenizer, c) for p in mine],
+            mine,
+            n=c.eval_n,
+            max_new_tokens=c.max_new_tokens,
+            temperature=c.eval_temperature,
+            top_p=c.eval_top_p,
+            seed=c.seed,
+            on_finished=progress,
+        )
+    answers = run.ranks.gather(answers)
+    if run.ranks.main:
+        run.logs.row({"step": run.step, **evaluation.summary(answers, sorted({1, c.eval_n}))})
+        run.logs.answers(run.step, answers)
+
+
+def save(run: Run) -> None:
+    c, state = run.config, {"step": run.step, "bad_steps": run.bad_steps}
+    parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)
+    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept)
+
+
+def print_result(run: Run) -> None:
+    """base -> trained, and where everything lies."""
+    folder = Path(run.config.run_dir)
+    evals = [row for row in read_jsonl(folder / "metrics.jsonl") if "eval/pass@1" in row]
+    if len(evals) > 1:
+        print(f"{'':14}{'base':>10}{'trained':>10}   (steps {evals[0]['step']} and {evals[-1]['step']})")
+        for name, scale, unit in (("pass@1", 100, "%"), ("tokens", 1, ""), ("truncated", 100, "%")):
+            first, final = (scale * row[f"eval/{name}"] for row in (evals[0], evals[-1]))
+            print(f"{name:14}{first:9.1f}{unit:1}{final:9.1f}{unit:1}")
+    for name in ("metrics.jsonl", "samples.jsonl", f"checkpoints/step_{run.step:06d}"):
+        print(folder / name)
+
+
+class Logs:
+    """metrics.jsonl, samples.jsonl and config.yaml of a run directory; TensorBoard or Weights & Biases where asked for.
+
+    Rows of later steps than `step` are cut off, so that a resumed run has each step once. Only the main rank writes.
+    """
+
+    def __init__(self, config, step: int, main: bool = True):
+        self.dir, self.board, self.wandb = Path(config.run_dir), None, None
+        if not main:
+            return
+        with optional("tensorboard", config.tensorboard), optional("wandb", config.wandb):
+            if config.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+            if config.wandb:
+                import wandb
+        self.dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.dir / "config.yaml", yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+        for path in (self.dir / "metrics.jsonl", self.dir / "samples.jsonl"):
+            kept = [row for row in read_jsonl(path) if row["step"] <= step] if path.exists() else []
+            write_atomically(path, "".join(map(json_line, kept)))
+        if config.tensorboard:
+            self.board = SummaryWriter(self.dir / "tensorboard", purge_step=step + 1)
+        if config.wandb:
+            settings = {"dir": self.dir, "config": dataclasses.asdict(config), "resume": "allow"}
+            self.wandb = wandb.init(project="r3", name=self.dir.name, id=self.dir.name, **settings)
+
+    def row(self, row: dict) -> None:
+        append(self.dir / "metrics.jsonl", [row])
+        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float)) and k != "step"}
+        if self.board:
+            for key, value in numbers.items():
+                self.board.add_scalar(key, value, row["step"])
+        if self.wandb:
+            self.wandb.log(numbers, step=row["step"])
+
+    def samples(self, rows: list[dict]) -> None:
+        append(self.dir / "samples.jsonl", rows)
+
+    def answers(self, step: int, rows: list[dict]) -> None:
+        (self.dir / "evals").mkdir(exist_ok=True)
+        write_atomically(self.dir / "evals" / f"step_{step:06d}.jsonl", "".join(map(json_line, rows)))
+
+    def close(self) -> None:
+        if self.board:
+            self.board.close()
+        if self.wandb:
+            self.wandb.finish()
+
+
+@contextlib.contextmanager
+def optional(package: str, asked: bool):
+    try:
+        yield
+    except ImportError as error:
+        if not asked:
+            raise
+        raise UserError(f"{package} = true needs the package {package}: pip install {package}") from error

@@ -1,0 +1,154 @@
+"""settings.py: a flat frozen dataclass from its defaults, a YAML file and the command line, each stronger than the last.
+
+    config = parse(Config, ["--config", "configs/tiny.yaml", "--lr=1e-4", "--resume"])
+
+A field is `int`, `float`, `bool`, `str` or one of these `| None`; `knob` and `choice` say what it may be. Every mistake is a
+UserError that names file and line, or the argument. Left out: nested keys, includes, interpolation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from errors import UserError, nearest
+
+
+def knob(default, low=None, high=None, above=None, below=None):
+    """A numeric config field with its bounds: low <= value <= high, above < value < below."""
+    return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above, "below": below})
+
+
+def choice(*allowed: str):
+    """A config field that takes one of `allowed`; the first is the default."""
+    return dataclasses.field(default=allowed[0], metadata={"allowed": allowed})
+
+
+def parse(cls, argv: Sequence[str]):
+    """The frozen dataclass `cls` from its defaults, then the file of `--config FILE`, then `--key=value` arguments.
+
+    Raises UserError for an unknown key, a value of the wrong type or out of bounds, and an unreadable file, naming the
+    file and line or the argument. A bare `--flag` is true for a boolean key. `--help` prints the fields.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    arguments, file = [], None
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help"):
+            print_help(cls)
+        if not word.startswith("--"):
+            raise UserError(f"command line: found {word!r}, allowed: --config FILE and --key=value")
+        key, equals, value = word[2:].partition("=")
+        key = key.replace("-", "_")
+        if not equals:
+            takes_value = key == "config" or (key in fields and fields[key].type != "bool")
+            if takes_value and (not words or words[0].startswith("--")):
+                raise UserError(f"command line: --{key} needs a value: --{key}=...")
+            value = words.pop(0) if takes_value else "true"
+        if key == "config":
+            file = value
+        else:
+            arguments.append((key, value, f"command line: --{key}"))
+    entries = (read_yaml(file) if file else []) + arguments
+    values = {}
+    for key, value, where in entries:
+        if key not in fields:
+            raise UserError(f"{where}: unknown key {key!r}{nearest(key, fields)}; all keys: python r3.py --help")
+        values[key] = checked(fields[key], value, where)
+    if file and "run_dir" in fields and not values.get("run_dir"):
+        values["run_dir"] = f"runs/{Path(file).stem}"
+    return cls(**values)
+
+
+def read_yaml(file: str) -> list[tuple[str, object, str]]:
+    """(key, value, "file:line") of each entry of a flat YAML mapping."""
+    path = Path(file)
+    if not path.is_file():
+        near = nearest(str(path), map(str, path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
+        raise UserError(f"--config {file}: no such file{near}")
+    loader = None
+    try:
+        loader = yaml.SafeLoader(path.read_bytes().decode("utf-8-sig"))
+        node = loader.get_single_node()
+        if node is None:
+            return []
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"{file}:{node.start_mark.line + 1}: found a {node.id}, allowed: lines of `key: value`")
+        pairs = [
+            (loader.construct_object(k), loader.construct_object(v, deep=True), f"{file}:{k.start_mark.line + 1}")
+            for k, v in node.value
+        ]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: not UTF-8 (byte {error.start})") from error
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    finally:
+        if loader:
+            loader.dispose()
+    seen: dict[str, str] = {}
+    for key, _, where in pairs:
+        if key in seen:
+            raise UserError(f"{where}: key {key!r} stands twice, first at {seen[key]}")
+        seen[key] = where
+    return [(str(key), value, where) for key, value, where in pairs]
+
+
+def checked(field: dataclasses.Field, value, where: str):
+    """`value` (from YAML or a command line string) as the field's type and within its bounds, or UserError."""
+    kinds = field.type.split(" | ")
+    refuse = f"{where}: {field.name} = {value!r}"
+    if "None" in kinds and (value is None or value in ("none", "None", "null", "")):
+        return None
+    kind = kinds[0]
+    if kind == "bool":
+        named = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
+        out = named.get(str(value).lower())
+        if out is None:
+            raise UserError(f"{refuse}, allowed: true or false")
+    elif kind in ("int", "float"):
+        try:
+            if isinstance(value, (bool, list, dict)) or value is None:
+                raise ValueError
+            out = float(value)
+            if not math.isfinite(out) or (kind == "int" and out != int(out)):
+                raise ValueError
+        except ValueError:
+            raise UserError(f"{refuse}, allowed: {'an integer' if kind == 'int' else 'a finite number'}") from None
+        out = int(out) if kind == "int" else out
+        check_bounds(field, out, refuse)
+    else:
+        if not isinstance(value, str):
+            raise UserError(f"{refuse}, allowed: text")
+        out = value
+        allowed = field.metadata.get("allowed")
+        if allowed and out not in allowed:
+            raise UserError(f"{refuse}, allowed: {', '.join(allowed)}{nearest(out, allowed)}")
+    return out
+
+
+def check_bounds(field: dataclasses.Field, value: float, refuse: str) -> None:
+    bounds = field.metadata
+    tests = [
+        ("low", "at least", lambda b: value >= b),
+        ("above", "above", lambda b: value > b),
+        ("high", "at most", lambda b: value <= b),
+        ("below", "below", lambda b: value < b),
+    ]
+    given = [(words, bounds[name], test) for name, words, test in tests if bounds.get(name) is not None]
+    if not all(test(bound) for _, bound, test in given):
+        raise UserError(f"{refuse}, allowed: {' and '.join(f'{words} {bound}' for words, bound, _ in given)}")
+
+
+def print_help(cls) -> None:
+    print("python r3.py --config FILE [--key=value ...]\n\nkeys and defaults (their meaning: class Config in r3.py)")
+    for f in dataclasses.fields(cls):
+        print(f"  --{f.name}={f.default!r}   [{f.type}]")
+    sys.exit(0)
