@@ -65,10 +65,10 @@ def load(
 ) -> list[Problem]:
     """The first `limit` problems of `source` (all by default), in its order.
 
-    Fields may be dotted paths into a row (`reward_model.ground_truth`). A number as answer becomes its string.
-    A row without uid gets `STEM-ROW`, rows counted from 0: stable as long as the file keeps its order. A row in
-    verl's form (`prompt` a list of messages, `reward_model.ground_truth`) is recognised where `problem_field`
-    is absent; its uid is `DATA_SOURCE-INDEX`. `split` matters for hub data sets alone.
+    Fields may be dotted paths into a row (`reward_model.ground_truth`). A number as answer becomes a string.
+    A row without uid gets `STEM-ROW`, rows counted from 0: stable as long as the file keeps its order. A row
+    in verl's form (`prompt` a list of messages, `reward_model.ground_truth`) is recognised where
+    `problem_field` is absent; its uid is `DATA_SOURCE-INDEX`. `split` matters for hub data sets alone.
 
     Raises UserError at the first mistake. In parquet files and hub data sets, which a user cannot edit, rows
     with an empty problem or answer are left out instead, and a warning on stderr counts them.
@@ -79,7 +79,6 @@ def load(
     name, rows = read(str(source), split)
     editable = name.endswith((".jsonl", ".json"))
     problems: list[Problem] = []
-    seen: dict[str, str] = {}  # uid -> where
     empty: list[str] = []  # where
     for number, (line, row) in enumerate(rows):
         where = f"{name}:{line}"
@@ -90,19 +89,25 @@ def load(
                 raise
             empty.append(where)
             continue
-        if problem.uid in seen:
-            first = seen[problem.uid]
-            raise UserError(f"{where}: duplicate uid {problem.uid!r}, first at {first}; rename one")
-        seen[problem.uid] = where
         problems.append(problem)
         if len(problems) == limit:
             break
     if not problems:
         raise UserError(f"{name}: found no problem in it, allowed: at least one")
+    check_uids(problems)
     if empty:
         rows_left_out = f"left out {len(empty)} without problem or answer: {_few(empty)}"
         print(f"warning: {name}: {rows_left_out}", file=sys.stderr)
     return problems
+
+
+def check_uids(problems: Iterable[Problem]) -> None:
+    """Raises UserError for a uid that two problems share: the replay buffer would mix their samples."""
+    first: dict[str, Problem] = {}
+    for problem in problems:
+        if first.setdefault(problem.uid, problem) is not problem:
+            earlier = first[problem.uid].where
+            raise UserError(f"{problem.where}: duplicate uid {problem.uid!r}, first at {earlier}; rename one")
 
 
 def conflicts(problems: Iterable[Problem]) -> list[list[Problem]]:
