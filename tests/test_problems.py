@@ -145,9 +145,9 @@ def test_shared_sets_load_whole(capsys):
     assert not any("within \\boxed{}." in p.problem for p in problems)
 
 
-def test_a_folder_copy_of_a_hub_set_is_read_by_the_datasets_package(tmp_path):
+def test_a_folder_copy_of_a_hub_set_is_read_by_the_datasets_package(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
-    datasets.config.HF_DATASETS_CACHE = tmp_path / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "copy").mkdir()
     for split in ("train", "test"):
         write(tmp_path / "copy", f"{split}.jsonl", 2 * [{"question": f"{split}?", "answer": "4"}])
