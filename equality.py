@@ -1,4 +1,28 @@
-"""equality.py: do two written answers mean the same?"""
+"""equality.py: do two written answers mean the same? By kind of answer:
+
+numbers       Exactly the same rational: 1/2 = 0.5 = \\frac{2}{4}, 033 = 33 = 33.0, 1,234 = 1{,}234 = 1\\,234, 4.5e33 =
+              4.5 \\times 10^{33}, 3\\frac12 = 7/2, 0.\\overline{3} = 1/3. No tolerance, relative or absolute.
+approximate   A decimal equals a value that no decimal writes out (1/3, \\sqrt2, \\pi) if it is its rounding to at least
+              six significant digits. In `a \\approx b` what counts is a; in a reference, either.
+formulas      The same value at every point (latex.py); letters are case-sensitive, and each is an unknown of its own.
+percent       A reference of 50\\% takes 50\\%, 50, 0.5 and 1/2. A percent sign that the reference lacks divides by 100.
+units         Left out on either side they do not count; on both sides they must be the same. There is no conversion. Only
+              words and roman letters are units: in 5t, 2ab, 7c the letters are unknowns. Dollars, degrees are units.
+lists         The same number of members, each equal to another, in any order; commas, semicolons, "and", "or", braces of a
+              set and \\pm make lists. Members of a union of sets are those of all its parts.
+tuples        Same brackets, same length, same order; so (0,1), [0,1) and 01 all differ. The parentheses of one tuple may be
+              left out, or put around a list. A set is no tuple.
+intervals     As tuples: each end and each bracket. x > 3 and 2 \\le x < 5 equal their intervals.
+equations     `name = value` equals the value, or the same name with that value; x = 5 is not y = 5. A chain counts as its last
+              value if it holds. Other equations are equal if they differ by a constant factor: y = 2x+1 and 2x-y+1 = 0. One
+              side alone is not the equation. Inequalities are equal side by side, in either direction.
+matrices      The same shape, entry by entry. Ratios: member by member. Numerals with a base: digit by digit.
+text          The same words, whatever their case, font and punctuation. No synonyms, no part of the words.
+choices       A reference that is one capital letter takes that letter, in parentheses or before its option's text:
+              (C) 12, C: the median. Two letters are none.
+
+A full stop or comma at the end, dollar signs, fonts, spacing and sizes never count. Nothing equals an empty answer.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +30,499 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-MAX_ANSWER = 2000  # characters; a longer answer equals nothing but itself
+from latex import (
+    CLOSERS,
+    OPENERS,
+    TooLarge,
+    Unreadable,
+    constant_ratio,
+    depth,
+    exact,
+    is_number,
+    literal,
+    names,
+    parse,
+    same_value,
+    tokens,
+    uses_i,
+    value,
+)
+
+Algebra = Callable[[str, str], bool]
+Tokens = list[str]
+
+RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in", "\\equiv", "\\sim"}
+MIRRORED = {">": "<", "\\ge": "\\le"}
+FOR_ALGEBRA = {"\\sum", "\\prod", "\\int", "\\lim", "\\setminus", "\\cap", "\\bmod", "\\pmod", "\\partial", "\\det"}
+CURRENCY = {"$", "€", "£", "¥"}
+UNIT_NAMES = {
+    "degree": "°", "degrees": "°", "deg": "°", "percent": "%", "per cent": "%", "percentage": "%", "dollars": "$", "dollar": "$",
+    "hour": "h", "hours": "h", "hr": "h", "hrs": "h", "minutes": "min", "minute": "min", "mins": "min", "seconds": "s",
+    "second": "s", "sec": "s", "secs": "s", "meters": "m", "meter": "m", "metres": "m", "metre": "m", "centimeters": "cm",
+    "centimeter": "cm", "centimetres": "cm", "kilometers": "km", "kilometres": "km", "kilograms": "kg", "kilogram": "kg",
+    "grams": "g", "gram": "g", "inches": "in", "inch": "in", "feet": "ft", "foot": "ft", "miles per hour": "mph",
+}  # fmt: skip
+NO_UNIT = set("not no wrong or and is are if than least most less more about between of answer except either the".split())
+CHOICE = re.compile(r"\(?([A-Z])(?:\)|(?=$|[:.]))[:.)]?\s*(.*)", re.DOTALL)
 
 
-def compare(given: str, reference: str, algebra: Callable[[str, str], bool] | None = None) -> bool | None:
-    """Whether they are equal; None where only algebra could tell and none was given."""
-    a, b = (re.sub(r"[\s$]+", "", text).removesuffix(".") for text in (given, reference))
-    if a == b:
-        return bool(a)
-    if max(len(a), len(b)) > MAX_ANSWER:
+def compare(given: str, reference: str, algebra: Algebra | None = None) -> bool | None:
+    """Whether a given answer equals the reference; None where only algebra could tell and none is passed in."""
+    try:
+        readings = [read(text) for text in (given, reference)]
+    except Unreadable:  # too long or too deep to look into
+        plain = ["".join(text.split()) for text in (given, reference)]
+        return plain[0] == plain[1] != ""
+    undecided: bool | None = False
+    for left in readings[0]:
+        for right in readings[1]:
+            verdict = same(left, right, algebra)
+            if verdict:
+                return True
+            undecided = None if verdict is None else undecided
+    return undecided
+
+
+def read(text: str) -> list[Tokens]:
+    """The readings of an answer: as it stands and, where commas may group thousands, as that number."""
+    readings = [strip(tokens(text))]
+    if not any(bracket in text for bracket in "([") and re.search(r"(?<!\d)[1-9]\d{0,2}(,\d{3})+(?!\d)", text):
+        fused = re.sub(r"(?<!\d)[1-9]\d{0,2}(,\d{3})+(?!\d)", lambda number: number.group().replace(",", ""), text)
+        readings.append(strip(tokens(fused)))
+    return readings
+
+
+def strip(found: Tokens) -> Tokens:
+    """Without what surrounds an answer: full stops, braces, "the answer is"."""
+    while found:
+        if found[-1] in (".", ",", ";", ":") or (found[-1] == "\\" and len(found) > 1):
+            found = found[:-1]
+        elif found[0] in (".", ",", ":") or (found[0][0] == '"' and re.fullmatch(r'"(the )?(final )?answer( is)?:?', found[0].lower())):
+            found = found[1:]
+        elif is_number(found[-1]) and found[-1].endswith("."):
+            found = [*found[:-1], found[-1].removesuffix(".")]
+        elif found[0] == "{" and found[-1] == "}" and enclosed(found):
+            found = found[1:-1]
+        elif found[-1][0] == '"' and found[-1].endswith((".", ",")) and len(found[-1]) > 2:
+            found = [*found[:-1], found[-1][:-1]]
+        else:
+            break
+    return found
+
+
+def enclosed(found: Tokens) -> bool:
+    """Whether the first and the last token are the brackets of one group around everything."""
+    if len(found) < 2 or found[0] not in OPENERS or found[-1] not in CLOSERS:
         return False
-    numbers = [number(text.replace(",", "")) for text in (a, b)]
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    return algebra(a, b) if algebra else None
+    level = 0
+    for position, token in enumerate(found):
+        level += (token in OPENERS) - (token in CLOSERS)
+        if level == 0:
+            return position == len(found) - 1
+    return False
 
 
-def number(text: str) -> Fraction | None:
-    if re.fullmatch(r"[+-]?\d{1,1000}(\.\d{1,1000})?", text):
-        return Fraction(text)
+def split(found: Tokens, *separators: str) -> list[Tokens]:
+    """The parts between separators that are in no group."""
+    parts: list[Tokens] = [[]]
+    level = 0
+    for token in found:
+        level += (token in OPENERS or token.startswith("\\begin:")) - (token in CLOSERS or token.startswith("\\end:"))
+        if level == 0 and token in separators:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return parts
+
+
+def spelled(found: Tokens) -> str:
+    """One spelling for answers that differ in braces around single tokens and in \\text alone."""
+    kept: Tokens = []
+    for token in found:
+        if token == "}" and len(kept) > 1 and kept[-2] == "{":
+            kept[-2:] = kept[-1:]
+        else:
+            kept.append(" ".join(token[1:]) if token[0] == '"' else token)
+    return " ".join(kept)
+
+
+# 1. Kind by kind
+
+def same(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
+    """Whether two answers are equal: the first kind that either of them is decides."""
+    if not given or not reference:
+        return False
+    if spelled(given) == spelled(reference):
+        return True
+    if is_choice(reference):
+        return chosen(given) == chosen(reference)
+    if is_text(given) or is_text(reference):
+        return plain_words(given) == plain_words(reference)
+    if depth(given) < 0 or depth(reference) < 0:
+        return False
+    pair = approximated(given, reference, algebra)
+    if pair is not None:
+        return pair[0]
+    for kind in (same_lists, same_tuples, same_chains, same_matrices, same_ratios):
+        verdict = kind(given, reference, algebra)
+        if verdict is not NotThisKind:
+            return verdict
+    return same_quantities(given, reference, algebra)
+
+
+class NotThisKind:
+    """What a comparison returns if neither answer is of its kind."""
+
+
+def is_choice(found: Tokens) -> bool:
+    word = "".join(found).replace('"', "")
+    return bool(re.fullmatch(r"\([A-Z]\)|[A-Z]", word)) and (word[0] == "(" or found[0][0] == '"' or word in "ABCDEFGH")
+
+
+def chosen(found: Tokens) -> str | None:
+    """The letter of the option that is named, if exactly one is."""
+    match = CHOICE.fullmatch(" ".join(token.lstrip('"') for token in found).replace("( ", "(").replace(" )", ")"))
+    if not match or re.search(r"\b(or|and|not)\b|\b[A-H]\b\s*$|^,|\([A-H]\)", match[2]):
+        return None
+    return match[1]
+
+
+def is_text(found: Tokens) -> bool:
+    return all(token[0] == '"' or token in (".", ",", "-", "'", "(", ")", "!", "?") for token in found)
+
+
+def plain_words(found: Tokens) -> str:
+    return " ".join(re.findall(r"\w+|-(?=\w)", "".join(token.lstrip('"') for token in found).casefold()))
+
+
+def approximated(given: Tokens, reference: Tokens, algebra: Algebra | None) -> list | None:
+    """The verdict where either answer has the form `a \\approx b`."""
+    left, right = split(given, "\\approx"), split(reference, "\\approx")
+    if len(left) == len(right) == 1:
+        return None
+    value = left[0] if len(left) == 1 or not is_name(left[0]) else left[1]
+    return [any_of(same(strip(value), strip(part), algebra) for part in right if part)]
+
+
+def any_of(verdicts) -> bool | None:
+    result: bool | None = False
+    for verdict in verdicts:
+        if verdict:
+            return True
+        result = None if verdict is None else result
+    return result
+
+
+def all_of(verdicts) -> bool | None:
+    result: bool | None = True
+    for verdict in verdicts:
+        if verdict is False:
+            return False
+        result = None if verdict is None else result
+    return result
+
+
+# 2. Lists, sets, tuples, intervals, matrices, ratios
+
+def members(found: Tokens) -> list[Tokens]:
+    """The members of a list, a set or a union; an answer that is none of these is its own only member."""
+    found = strip(found)
+    if not found:
+        return []
+    parts = split(found, "\\cup")
+    if len(parts) > 1:
+        return [member for part in parts for member in (members(part) if part[:1] == ["\\{"] else [strip(part)])]
+    parts = [strip(part) for part in split(found, ",", ";")]
+    if len(parts) > 1:
+        parts = [part for part in parts if part]
+        names = [split(part, "=", "\\in") for part in parts]
+        if len(names[0]) == 2 and is_name(names[0][0]) and all(len(name) == 1 for name in names[1:]):
+            parts[0] = names[0][1]  # n = 2, 3, 4
+        return [member for part in parts for member in signs(part)]
+    name, *value = split(found, "=", "\\in")
+    if len(value) == 1 and is_name(name) and (value[0][:1] == ["\\{"] or "\\pm" in value[0] or value[0] == ["\\emptyset"]):
+        return members(value[0])
+    if found[0] == "\\{" and enclosed([*found]):
+        inside = strip(found[1:-1])
+        return [member for part in split(inside, ",", ";") for member in signs(strip(part))] if inside else []
+    if found == ["\\emptyset"]:
+        return []
+    return signs(found)
+
+
+def signs(found: Tokens) -> list[Tokens]:
+    """Both values of an answer with \\pm."""
+    if not {"\\pm", "\\mp"} & set(found):
+        return [found]
+    upper, lower = {"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"}
+    return [[choice.get(token, token) for token in found] for choice in (upper, lower)]
+
+
+def is_list(found: Tokens) -> bool:
+    return len(members(found)) != 1 or found[0] == "\\{" or "\\cup" in found
+
+
+def same_lists(given: Tokens, reference: Tokens, algebra: Algebra | None):
+    if not is_list(given) and not is_list(reference):
+        return NotThisKind
+    left, right = members(given), members(reference)
+    if len(left) == 1 and len(right) > 1 and given[0] == "(" and enclosed(given):
+        return ordered(split(given[1:-1], ",", ";"), right, algebra)  # parentheses around a list
+    if len(right) == 1 and len(left) > 1 and reference[0] == "(" and enclosed(reference) and given[0] != "\\{":
+        return ordered(left, split(reference[1:-1], ",", ";"), algebra)
+    if len(left) != len(right):
+        return False
+    if len(left) == 1 and "\\{" in (left[0][0], right[0][0]) and left[0][0] != right[0][0]:
+        return False  # a set is not its member, nor a set of sets a set
+    return matched(left, right, algebra)
+
+
+def matched(left: list[Tokens], right: list[Tokens], algebra: Algebra | None) -> bool | None:
+    """Whether each member on the left has one of its own on the right. Equal spellings pair first; equality being
+    transitive, any equal member will do for the others."""
+    rest = {position: spelled(member) for position, member in enumerate(right)}
+    unmatched = []
+    for member in left:
+        spelling = spelled(member)
+        found = next((position for position, other in rest.items() if other == spelling), None)
+        if found is None:
+            unmatched.append(member)
+        else:
+            del rest[found]
+    undecided = False
+    for member in unmatched:
+        verdicts = {}
+        for position in rest:
+            verdicts[position] = same(member, right[position], algebra)
+            if verdicts[position]:
+                del rest[position]
+                break
+        else:
+            if None not in verdicts.values():
+                return False
+            undecided = True
+    return None if undecided else True
+
+
+def ordered(left: list[Tokens], right: list[Tokens], algebra: Algebra | None) -> bool | None:
+    if len(left) != len(right):
+        return False
+    return all_of(same(strip(a), strip(b), algebra) for a, b in zip(left, right, strict=True))
+
+
+def brackets(found: Tokens) -> tuple[str, str, list[Tokens]] | None:
+    """(opener, closer, members) of a tuple or an interval."""
+    if found == ["\\mathbb", "{", "R", "}"]:
+        return "(", ")", [["-", "\\infty"], ["\\infty"]]
+    opener, closer = found[0], found[-1]
+    opener, closer = {"\\langle": "("}.get(opener, opener), {"\\rangle": ")"}.get(closer, closer)
+    if opener in "([" and closer in ")]" and enclosed(found):
+        parts = split(found[1:-1], ",", ";")
+        return (opener, closer, parts) if len(parts) > 1 else None
     return None
+
+
+def same_tuples(given: Tokens, reference: Tokens, algebra: Algebra | None):
+    left, right = brackets(given), brackets(reference)
+    if left is None and right is None:
+        return NotThisKind
+    left, right = left or interval(given), right or interval(reference)
+    if left is None or right is None or left[:2] != right[:2]:
+        return False
+    return ordered(left[2], right[2], algebra)
+
+
+def interval(found: Tokens) -> tuple[str, str, list[Tokens]] | None:
+    """The interval that an inequality in one name describes, or that a name lies in."""
+    sides, relations = chain(found)
+    if relations == ["\\in"] and is_name(sides[0]):
+        return brackets(sides[1]) if sides[1] else None
+    if len(sides) == 2 and relations[0] in ("<", "\\le"):
+        if is_name(sides[0]):
+            return "(", "]" if relations[0] == "\\le" else ")", [["-", "\\infty"], sides[1]]
+        if is_name(sides[1]):
+            return "[" if relations[0] == "\\le" else "(", ")", [sides[0], ["\\infty"]]
+    if len(sides) == 3 and is_name(sides[1]) and set(relations) <= {"<", "\\le"}:
+        return "[" if relations[0] == "\\le" else "(", "]" if relations[1] == "\\le" else ")", [sides[0], sides[2]]
+    return None
+
+
+def same_matrices(given: Tokens, reference: Tokens, algebra: Algebra | None):
+    tables = [entries(found) for found in (given, reference)]
+    if tables == [None, None]:
+        return NotThisKind
+    if None in tables:
+        return by_algebra(given, reference, algebra)
+    if [len(row) for row in tables[0]] != [len(row) for row in tables[1]]:
+        return False
+    left, right = ([entry for row in table for entry in row] for table in tables)
+    return ordered(left, right, algebra)
+
+
+def entries(found: Tokens) -> list[list[Tokens]] | None:
+    if found[0] != "\\begin:matrix" or found[-1] != "\\end:matrix":
+        return None
+    rows = [row for row in split(found[1:-1], "\\\\") if row]
+    return [split(row, "&") for row in rows]
+
+
+def same_ratios(given: Tokens, reference: Tokens, algebra: Algebra | None):
+    left, right = split(given, ":"), split(reference, ":")
+    if len(left) == len(right) == 1:
+        return NotThisKind
+    return ordered(left, right, algebra)
+
+
+# 3. Equations and inequalities
+
+def chain(found: Tokens) -> tuple[list[Tokens], list[str]]:
+    """Sides and relations of `a < b = c`, with > turned round so that only < and \\le remain."""
+    sides: list[Tokens] = [[]]
+    relations = []
+    level = 0
+    for token in found:
+        level += (token in OPENERS) - (token in CLOSERS)
+        if level == 0 and token in RELATIONS:
+            relations.append(token)
+            sides.append([])
+        else:
+            sides[-1].append(token)
+    if relations and set(relations) <= set(MIRRORED) | {"="} and set(relations) & set(MIRRORED):
+        sides.reverse()
+        relations = [MIRRORED.get(relation, relation) for relation in reversed(relations)]
+    return [strip(side) for side in sides], relations
+
+
+def is_name(found: Tokens, sums: bool = False) -> bool:
+    """Whether it only names something: x, x_1, AB, f(x), \\angle ABC, \\frac{AB}{CD}, V_1:V_2 (with sums also m+n)."""
+    level = 0
+    for position, token in enumerate(found):
+        level += (token in OPENERS) - (token in CLOSERS)
+        index = level > 0 or (position and found[position - 1] == "_")
+        if is_number(token) and not index:
+            return False
+        if token in ("+", "-", "*") and not (sums and token != "*") and not level:
+            return False
+        if token in ("^", "|", "!", "%", "\\sqrt", "\\pi", "\\infty") or token in RELATIONS:
+            return False
+    return bool(found) and any(token.isalpha() or token[0] in '"\\' for token in found)
+
+
+def same_chains(given: Tokens, reference: Tokens, algebra: Algebra | None):
+    (left, between), (right, wanted) = chain(given), chain(reference)
+    if not between and not wanted:
+        return NotThisKind
+    if not all(left) or not all(right):
+        return False
+    equals = {"=", "\\in"}
+    if not wanted:
+        if not set(between) <= equals or not is_name(left[0], sums=True) and not same(left[0], left[-1], algebra):
+            return False
+        holds = all_of(is_name(side) or same(side, left[-1], algebra) for side in left[1:-1])
+        return all_of([same(left[-1], reference, algebra), holds])
+    if not between:
+        if set(wanted) <= equals and all(is_name(side) for side in right[:-1]):
+            return same(given, right[-1], algebra)
+        return False
+    if between == wanted == ["="] and is_name(left[0]) and is_name(right[0]):
+        if spelled(left[0]) == spelled(right[0]):
+            return same(left[1], right[1], algebra)
+    if between == wanted and len(left) == len(right):
+        sidewise = all_of(same(a, b, algebra) for a, b in zip(left, right, strict=True))
+        if sidewise is not False:
+            return sidewise
+    if between == wanted == ["\\ne"] or between == wanted == ["="]:
+        return proportional(left, right, signed=False)
+    if between == wanted and len(between) == 1:
+        return proportional(left, right, signed=True)
+    return False
+
+
+def proportional(left: list[Tokens], right: list[Tokens], signed: bool) -> bool:
+    """Whether left[0] - left[1] is a constant times right[0] - right[1] (signed: a positive constant)."""
+    try:
+        a, b = (("sum", parse(x), ("product", ("number", Fraction(-1)), parse(y))) for x, y in (left, right))
+        return constant_ratio(a, b, signed)
+    except Unreadable:
+        return False
+
+
+# 4. Quantities: a value and perhaps a unit
+
+def same_quantities(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
+    (left, unit), (right, wanted) = quantity(given), quantity(reference)
+    if unit and wanted:
+        return unit == wanted and same_values(left, right, algebra)
+    if wanted == "%":
+        return any_of([same_values(left, right, algebra), same_values(left, [*right, "%"], algebra)])
+    if unit == "%":
+        return same_values([*left, "%"], right, algebra)
+    return same_values(left, right, algebra)
+
+
+def quantity(found: Tokens) -> tuple[Tokens, str]:
+    """(value, unit) of an answer; the unit is "" if there is none that can be told from an unknown."""
+    bare = [token for token in found if token not in CURRENCY]
+    if len(bare) < len(found):
+        return bare, "$" if "$" in found else next(token for token in found if token in CURRENCY)
+    if found[-1] in ("%", "°", "'") and len(found) > 1:
+        return (found[:-1], found[-1]) if found[-1] != "'" or is_number(found[-2]) else (found, "")
+    start = next((position for position, token in enumerate(found) if token[0] == '"'), 0)
+    tail = found[start:]
+    if not start or any(token[0] != '"' and token not in ("/", "^", "{", "}", "-", "*", ".") and not token.isdigit() for token in tail):
+        return found, ""
+    unit = " ".join(token.lstrip('"').strip() for token in tail if token not in "{}.")
+    words = re.findall(r"[a-z]+", unit.lower())
+    if len(words) > 5 or NO_UNIT & set(words) or re.search(r"\d{2}", unit):
+        return found, ""
+    for length in ("square ", "sq. ", "sq "):
+        unit = unit.removeprefix(length) + " ^ 2" if unit.startswith(length) else unit
+    unit = " ".join(UNIT_NAMES.get(part, part) for part in re.split(r"\s+(?=[/^*])|(?<=[/^*])\s+", unit.lower()))
+    return found[:start], UNIT_NAMES.get(unit, unit)
+
+
+def same_values(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
+    infinite = [found in (["\\infty"], ["+", "\\infty"], ["-", "\\infty"]) for found in (given, reference)]
+    if any(infinite):
+        return all(infinite) and given.count("-") == reference.count("-")
+    try:
+        left, right = parse(given), parse(reference)
+        a, b = exact(left), exact(right)
+        if a is not None and b is not None:
+            equal = a == b
+        else:
+            equal = same_value(left, right)
+        return equal or rounds(given, right, b) or rounds(reference, left, a) or equal
+    except TooLarge:
+        return False
+    except Unreadable:
+        return by_algebra(given, reference, algebra)
+
+
+def rounds(found: Tokens, tree: tuple, rational: Fraction | None) -> bool:
+    """Whether a decimal of six significant digits or more is the rounding of a value that no decimal writes out."""
+    *sign, token = found
+    if sign not in ([], ["-"]) or not re.fullmatch(r"\d*\.\d+", token) or len(token.replace(".", "").lstrip("0")) < 6:
+        return False
+    if rational is None:
+        if names(tree) or uses_i(tree):
+            return False
+        near = value(tree, {})
+        if near.imag != 0:
+            return False
+    else:
+        denominator = rational.denominator
+        while denominator % 10 in (0, 2, 4, 5, 6, 8):
+            denominator //= 5 if denominator % 5 == 0 else 2
+        if denominator == 1:
+            return False
+        near = rational
+    decimals = 10 ** len(token.partition(".")[2])
+    return abs(near * decimals - int(literal(token) * decimals) * (-1 if sign else 1)) <= 0.5
+
+
+def by_algebra(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
+    """The verdict on formulas beyond latex.py; it knows no words, and without its constructs there is nothing to ask."""
+    if not FOR_ALGEBRA & {*given, *reference} or any(token[0] == '"' for token in (*given, *reference)):
+        return False
+    return algebra(" ".join(given), " ".join(reference)) if algebra else None

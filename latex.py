@@ -1,0 +1,639 @@
+"""latex.py: reads a formula as people and models write it (LaTeX, plain text, or a mixture) and computes what it is worth.
+
+    tokens(text)  -> list of tokens     spacing, fonts and delimiter sizes are gone; words are one token each: '"cm'
+    parse(tokens) -> tree               nested tuples; Unreadable for what the grammar below does not know
+    exact(tree)   -> Fraction           for rational arithmetic; None for anything else
+    same_value(tree, tree) -> bool | None       for all other formulas, at points where both are defined
+
+Nothing here simplifies, and nothing runs long: text has a length and a depth, integers have a number of bits, and every
+intermediate value has a magnitude, beyond which TooLarge is raised. Formulas are evaluated with 60 digits at a few real and a
+few whole points; they are the same if they agree to 45 digits at each. Distinct formulas that agree that far do not occur by
+accident, and whoever constructs them knows the answer.
+
+Readings that could be argued about: 2^10 is 1024; \\frac12 is a half; 3\\frac12 and 3 1/2 are mixed numbers, any other two
+numbers side by side are nothing; a/bc is (a/b)c; \\log has a base that nobody gave, so \\log 100 is not 2; e and i are the
+constants; I(0), f(x) are names, not products; no letter is taken for another, nor upper case for lower.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import threading
+import zlib
+from collections.abc import Iterator
+from fractions import Fraction
+
+MAX_LENGTH = 4000  # characters of an answer
+MAX_DEPTH = 50  # nested groups
+MAX_BITS = 40_000  # of an exact integer: 2025! still fits
+MAX_EXPONENT = 10_000  # decimal exponent of any intermediate value
+DIGITS, AGREE = 60, 45  # decimal digits computed, and compared
+
+
+class Unreadable(ValueError):
+    """Not a formula of this grammar."""
+
+
+class TooLarge(Unreadable):
+    """A formula whose value is beyond any answer: a tower of powers, a factorial of a factorial."""
+
+
+# 1. Tokens
+
+UNICODE = str.maketrans({
+    "−": "-", "–": "-", "﹣": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "∗": "*", "÷": "/", "⁄": "/",
+    "π": "\\pi ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "γ": "\\gamma ", "λ": "\\lambda ", "μ": "\\mu ",
+    "φ": "\\phi ", "ω": "\\omega ", "σ": "\\sigma ", "Δ": "\\Delta ", "√": "\\surd ", "∞": "\\infty ", "°": "\\degree ",
+    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
+    "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "²": "^{2}", "³": "^{3}", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
+    "′": "'", "’": "'", "％": "%", "，": ",", "\u200b": "", "\u2009": " ", "\u202f": " ", "\xa0": " ",
+})  # fmt: skip
+
+SPELLINGS = {
+    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
+    "\\leq": "\\le", "\\leqslant": "\\le", "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">",
+    "\\cdot": "*", "\\times": "*", "\\ast": "*", "\\div": "/", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[",
+    "\\rbrack": "]", "\\lvert": "|", "\\rvert": "|", "\\vert": "|", "\\mid": "|", "\\varnothing": "\\emptyset",
+    "\\%": "%", "\\$": "$", "\\colon": ":", "\\dots": "\\ldots", "\\cdots": "\\ldots", "\\degree": "°", "\\prime": "'",
+    "\\lparen": "(", "\\rparen": ")", "\\thinspace": "", "\\approxeq": "\\approx", "\\simeq": "\\approx", "\\land": ",",
+    "\\lor": ",", "\\wedge": ",", "\\vee": ",", "\\&": ",", "\\tg": "\\tan", "\\ctg": "\\cot", "\\varphi": "\\phi",
+    "\\varepsilon": "\\epsilon", "\\hbox": "", "\\boxed": "", "\\fbox": "", "\\#": "",
+}  # fmt: skip
+
+IGNORED = set(
+    "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle scriptstyle "
+    "limits nolimits quad qquad mathbf boldsymbol bm mathit mathsf mathtt mathcal mathnormal bf rm it normalsize large "
+    "Large text textbf textit textrm textsf mbox mathrm operatorname operatorname* emph underline allowbreak "
+    "nonumber hfill hspace vspace phantom, enspace".split()
+)
+FUNCTIONS = set(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh coth ln log lg exp sqrt max min gcd lcm floor ceil".split()
+)
+GREEK = set(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
+    "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar odot angle triangle".split()
+)
+ACCENTS = set("vec hat bar overline dot ddot tilde widehat overrightarrow mathbb".split())
+WORDS = set("yes no true false none odd even all undefined".split())
+
+GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\\!\s{0,3}|\\[, ;!]|~| )\d{3})+(?![\d/])")
+LEXER = re.compile(
+    r"(?P<repeating>\d*\.\d*\\(?:overline|bar|dot)\s*(?:\{\d+\}|\d))"
+    r"|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
+    r"|(?P<degree>\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z])))"
+    r"|(?P<prime>\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![a-zA-Z])))"
+    r"|\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|operatorname\*?)\s*\{(?P<words>[^{}]*)\}"
+    r"|(?P<environment>\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}(?:\s*\{[clr|]*\})?)"
+    r"|(?P<relation>[<>]=|(?<![\d)}])!=|\\\\)"
+    r"|\\[,;:!> ]|[\s~$]+|\\(?=\d)"
+    r"|(?P<command>\\[A-Za-z]+\*?|\\.)"
+    r"|(?P<run>[A-Za-z]+)"
+    r"|(?P<character>.)",
+    re.DOTALL,
+)
+
+
+def tokens(text: str) -> list[str]:
+    """The tokens of an answer. A word is '"' followed by its spelling, everything else stands for itself.
+
+    Raises Unreadable beyond MAX_LENGTH or MAX_DEPTH."""
+    if len(text) > MAX_LENGTH:
+        raise Unreadable(f"longer than {MAX_LENGTH} characters")
+    text = GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text.translate(UNICODE))
+    words = re.fullmatch(r"\s*[A-Za-z][A-Za-z' .()-]*", text)
+    if words and any(len(run) > 3 or run.lower() in WORDS for run in re.findall("[A-Za-z]+", text)):
+        return word(text)
+    result: list[str] = []
+    for match in LEXER.finditer(text):
+        kind, found = match.lastgroup, match.group()
+        if kind == "words":
+            result += word(match["words"], roman=found.startswith(("\\mathrm", "\\operator")))
+        elif kind == "repeating":
+            result.append(re.sub(r"\\[a-z]+\s*\{?(\d+)\}?", r"(\1)", found))
+        elif kind == "degree":
+            result.append("°")
+        elif kind == "prime":
+            result.append("'")
+        elif kind == "environment":
+            name = re.search(r"\{([a-zA-Z]+)", found)[1]
+            matrix = name in ("pmatrix", "bmatrix", "matrix", "array", "smallmatrix", "Bmatrix")
+            result.append(found[: found.index("{")].strip() + ":" + ("matrix" if matrix else name))
+        elif kind == "relation":
+            result.append({"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}.get(found, found))
+        elif kind == "command" and found[1:] not in IGNORED:
+            result += filter(None, [SPELLINGS.get(found, found)])
+        elif kind == "run":
+            result += run(found, apart=match.start() == 0 or text[match.start() - 1] in " ~")
+        elif kind in ("number", "character"):
+            result.append(found)
+    if depth(result) > MAX_DEPTH:
+        raise Unreadable(f"more than {MAX_DEPTH} nested groups")
+    return result
+
+
+def word(text: str, roman: bool = False) -> list[str]:
+    """Tokens of what stands in \\text{...}: formulas stay formulas, conjunctions are commas, words are one token."""
+    text = " ".join(re.sub(r"~|\\[,;:! ]", " ", text).split())
+    if re.fullmatch(r"[,;]?\s?(and|or|AND|OR)?[,;]?", text):
+        return [","] if text else []
+    if roman and text in FUNCTIONS:
+        return ["\\" + text]
+    if roman and text in ("e", "i", "d", "x", "y", "z") or text in (",", ";"):
+        return [text]
+    if re.search(r"\d", text) or "\\" in text or "$" in text:
+        return tokens(text) if re.fullmatch(r"[^A-Za-z]*", text) else ['"' + text]
+    if text.lower() in ("infinity", "inf"):
+        return ["\\infty"]
+    return ['"' + text]
+
+
+def run(letters: str, apart: bool) -> list[str]:
+    """Tokens of letters that stand together outside \\text: a function, a conjunction, a word, or a product of letters."""
+    if letters in FUNCTIONS or letters == "pi":
+        return ["\\" + letters]
+    if letters in ("and", "or"):
+        return [","]
+    if letters == "infinity":
+        return ["\\infty"]
+    if apart and (len(letters) > 3 or letters.lower() in WORDS or letters in UNITS):
+        return ['"' + letters]
+    return list(letters)
+
+
+UNITS = set("cm mm km kg mg ml mL min sec hr hrs deg mph ft lb oz".split())
+OPENERS, CLOSERS = {"(", "[", "{", "\\{", "\\lfloor", "\\lceil", "\\langle"}, {")", "]", "}", "\\}", "\\rfloor", "\\rceil", "\\rangle"}
+
+
+def depth(found: list[str]) -> int:
+    """How deep the groups nest; -1 if they do not balance."""
+    now = most = 0
+    for token in found:
+        now += (token in OPENERS or token.startswith("\\begin:")) - (token in CLOSERS or token.startswith("\\end:"))
+        most = max(most, now)
+        if now < 0:
+            return -1
+    return most if now == 0 else -1
+
+
+# 2. Grammar
+
+def parse(found: list[str]) -> tuple:
+    """The tree of a formula: ("number", Fraction), ("name", str), ("sum" | "product", tree, ...), ("power", tree, tree),
+    ("call", function, tree, ...)."""
+    parser = Parser(list(found))
+    tree = parser.sum()
+    if parser.at != len(parser.found):
+        raise Unreadable(f"{parser.peek()!r} after the end of a formula")
+    return tree
+
+
+def is_number(token: str) -> bool:
+    return token[:1].isdigit() or (token[:1] == "." and len(token) > 1)
+
+
+MINUS_ONE = ("number", Fraction(-1))
+
+
+class Parser:
+    """Recursive descent: sum > product > signed > power > atom."""
+
+    def __init__(self, found: list[str]):
+        self.found, self.at, self.level, self.in_bars = found, 0, 0, False
+
+    def peek(self, ahead: int = 0) -> str:
+        return self.found[self.at + ahead] if self.at + ahead < len(self.found) else ""
+
+    def take(self, expected: str | None = None) -> str:
+        token = self.peek()
+        if not token or expected not in (None, token):
+            raise Unreadable(f"{token!r} where {expected or 'more'} should be")
+        self.at += 1
+        return token
+
+    def sum(self) -> tuple:
+        terms = [self.product()]
+        while self.peek() in ("+", "-"):
+            negative = self.take() == "-"
+            term = self.product()
+            terms.append(("product", MINUS_ONE, term) if negative else term)
+        return terms[0] if len(terms) == 1 else ("sum", *terms)
+
+    def product(self) -> tuple:
+        factors = [self.signed()]
+        while True:
+            token = self.peek()
+            if token == "*":
+                self.take()
+                factors.append(self.signed())
+            elif token == "/":
+                self.take()
+                factors.append(("power", self.signed(), MINUS_ONE))
+            elif self.starts_atom(token):
+                if is_number(token) and is_number(self.found[self.at - 1]):
+                    raise Unreadable("two numbers side by side")
+                factors.append(self.power())
+            else:
+                return factors[0] if len(factors) == 1 else ("product", *factors)
+
+    def signed(self) -> tuple:
+        negative = False
+        while self.peek() in ("+", "-"):
+            negative ^= self.take() == "-"
+        return ("product", MINUS_ONE, self.power()) if negative else self.power()
+
+    def power(self) -> tuple:
+        self.level += 1
+        if self.level > 2 * MAX_DEPTH:
+            raise Unreadable("too deep")
+        base = self.atom()
+        while (token := self.peek()) in ("!", "%", "°", "^"):
+            self.take()
+            if token == "!":
+                base = ("call", "factorial", base)
+            elif token == "%":
+                base = ("product", base, ("number", Fraction(1, 100)))
+            elif token == "°":
+                base = ("product", base, ("name", "\\pi"), ("number", Fraction(1, 180)))
+            else:
+                base = ("power", base, self.argument(digit=False))
+        self.level -= 1
+        return base
+
+    def starts_atom(self, token: str) -> bool:
+        return bool(token) and (
+            is_number(token)
+            or token.isalpha()
+            or token in ("(", "[", "{", "\\frac", "\\binom", "\\surd", "\\lfloor", "\\lceil")
+            or (token == "|" and not self.in_bars)
+            or (token[0] == "\\" and token[1:] in FUNCTIONS | GREEK | ACCENTS | {"pi"})
+            or (token[0] == '"' and len(token) == 2)
+        )
+
+    def argument(self, digit: bool = True) -> tuple:
+        """What a command or ^ applies to: a group, or one token, of which a number gives one digit as in TeX."""
+        token = self.peek()
+        if token == "{":
+            return self.group("{", "}")
+        if digit and token.isdigit() and len(token) > 1:
+            self.found[self.at : self.at + 1] = [token[0], token[1:]]
+        if token in ("+", "-"):
+            return self.signed()
+        return self.atom()
+
+    def group(self, opener: str, closer: str) -> tuple:
+        self.take(opener)
+        bars, self.in_bars = self.in_bars, opener == "|"
+        inside = self.sum()
+        self.in_bars = bars
+        self.take(closer)
+        return inside
+
+    def atom(self) -> tuple:
+        token = self.peek()
+        if not self.starts_atom(token):
+            raise Unreadable(f"{token!r}")
+        if is_number(token):
+            return self.number()
+        if token in ("(", "[", "{", "|", "\\lfloor", "\\lceil"):
+            closers = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
+            inside = self.group(token, closers[token])
+            calls = {"|": "abs", "\\lfloor": "floor", "\\lceil": "ceil"}
+            return ("call", calls[token], inside) if token in calls else inside
+        if token in ("\\frac", "\\binom"):
+            self.take()
+            above, below = self.argument(), self.argument()
+            if token == "\\binom":
+                return ("call", "binomial", above, below)
+            return ("product", above, ("power", below, MINUS_ONE))
+        if token in ("\\sqrt", "\\surd"):
+            self.take()
+            index = self.group("[", "]") if self.peek() == "[" else ("number", Fraction(2))
+            return ("power", self.argument(digit=token == "\\sqrt"), ("power", index, MINUS_ONE))
+        if token[1:] in FUNCTIONS and token[0] == "\\":
+            return self.call()
+        return self.name()
+
+    def number(self) -> tuple:
+        """A literal, a mixed number, or digits with a base."""
+        token = self.take()
+        if self.peek() == "_":
+            self.take()
+            base = self.raw()
+            return ("number", literal(token)) if base == "10" else ("name", f"{token}_{base}")
+        value = literal(token)
+        if token.isdigit():
+            if self.peek() == "\\frac":
+                start = self.at
+                above, below = self.found_fraction()
+                if above is not None:
+                    return ("number", value + Fraction(above, below))
+                self.at = start
+            elif self.peek().isdigit() and self.peek(1) == "/" and self.peek(2).isdigit() and int(self.peek(2)):
+                above, _, below = self.take(), self.take(), self.take()
+                return ("number", value + Fraction(int(above), int(below)))
+        return ("number", value)
+
+    def found_fraction(self) -> tuple[int, int] | tuple[None, None]:
+        self.take("\\frac")
+        parts = self.argument(), self.argument()
+        whole = all(part[0] == "number" and part[1].denominator == 1 for part in parts)
+        return (int(parts[0][1]), int(parts[1][1])) if whole and parts[1][1] else (None, None)
+
+    def raw(self) -> str:
+        """The spelling of a group or token that is part of a name."""
+        if self.peek() != "{":
+            return self.take()
+        self.take()
+        inside, level = [], 1
+        while True:
+            token = self.take()
+            level += (token == "{") - (token == "}")
+            if level == 0:
+                return " ".join(inside)
+            inside.append(token)
+
+    def name(self) -> tuple:
+        """A letter with all that makes it another name: accent, index, primes, and an argument that is one token."""
+        name = self.take()
+        if name[1:] in ACCENTS and name[0] == "\\":
+            name += " " + self.raw()
+        name = name.lstrip('"')
+        while self.peek() in ("_", "'"):
+            name += self.take()
+            if name[-1] == "_":
+                name += self.raw()
+        if self.peek() == "(" and self.peek(2) == ")" and (self.peek(1).isalpha() or is_number(self.peek(1))):
+            name += self.take() + self.take() + self.take()
+        return ("name", name)
+
+    def call(self) -> tuple:
+        function, exponent, base = self.take()[1:], None, None
+        while self.peek() in ("^", "_"):
+            if self.take() == "^":
+                exponent = self.argument(digit=False)
+            else:
+                base = self.argument()
+        if function in ("max", "min", "gcd", "lcm"):
+            self.take("(")
+            arguments = [self.sum()]
+            while self.peek() == ",":
+                self.take()
+                arguments.append(self.sum())
+            self.take(")")
+        elif self.peek() in ("(", "{", "["):
+            arguments = [self.atom()]
+        else:
+            factors = [self.signed()]
+            while self.starts_atom(self.peek()) and self.peek()[1:] not in FUNCTIONS:
+                factors.append(self.power())
+            arguments = [("product", *factors)]
+        if function == "exp":
+            result = ("power", ("name", "e"), arguments[0])
+        elif function in ("log", "lg", "ln"):
+            base = base or {"log": ("name", "\\log"), "lg": ("number", Fraction(10)), "ln": ("name", "e")}[function]
+            result = ("product", ("call", "ln", *arguments), ("power", ("call", "ln", base), MINUS_ONE))
+        elif exponent == MINUS_ONE or exponent == ("product", MINUS_ONE, ("number", Fraction(1))):
+            return ("call", "arc" + function, *arguments)
+        else:
+            result = ("call", function, *arguments)
+        return ("power", result, exponent) if exponent else result
+
+
+def literal(token: str) -> Fraction:
+    """The value of a number as it is written: 12, 0.5, .5, 4.5e33, 0.1(6)."""
+    mantissa, _, exponent = token.lower().partition("e")
+    if len(exponent) > 6 or abs(int(exponent or 0)) > MAX_EXPONENT or len(mantissa) > 4000:
+        raise TooLarge(token[:40])
+    whole, _, decimals = mantissa.partition(".")
+    decimals, _, period = decimals.rstrip(")").partition("(")
+    value = Fraction(int((whole + decimals) or 0), 10 ** len(decimals))
+    if period:
+        value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(decimals))
+    return value * Fraction(10) ** int(exponent or 0)
+
+
+# 3. Values
+
+def exact(tree: tuple) -> Fraction | None:
+    """The value of rational arithmetic (factorials, binomials, floors included); None where anything else takes part."""
+    kind, *parts = tree
+    if kind == "number":
+        return bounded(parts[0])
+    if kind == "name":
+        return None
+    function = parts.pop(0) if kind == "call" else ""
+    values = []
+    for part in parts:
+        value = exact(part)
+        if value is None:
+            return None
+        values.append(value)
+    if kind == "sum":
+        return functools.reduce(lambda x, y: bounded(x + y), values)
+    if kind == "product":
+        return functools.reduce(lambda x, y: bounded(x * y), values)
+    if kind == "power":
+        return exact_power(*values)
+    return exact_call(function, values)
+
+
+def bounded(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+        raise TooLarge("an integer of too many digits")
+    return value
+
+
+def exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    if exponent.denominator != 1:
+        return None
+    if base == 0 and exponent <= 0:
+        raise Unreadable("a power of zero")
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    if abs(base) != 1 and bits * abs(exponent) > MAX_BITS:
+        raise TooLarge("a tower of powers")
+    return base ** int(exponent) if abs(base) != 1 else base ** int(exponent % 2)
+
+
+def exact_call(function: str, values: list[Fraction]) -> Fraction | None:
+    if function in ("floor", "ceil", "abs"):
+        return Fraction({"floor": math.floor, "ceil": math.ceil, "abs": abs}[function](values[0]))
+    if function in ("max", "min"):
+        return (max if function == "max" else min)(values)
+    whole = [int(value) for value in values]
+    if function in ("factorial", "binomial", "gcd", "lcm"):
+        if whole != values or min(whole) < 0:
+            raise Unreadable(f"{function} of a number that is not whole")
+        if max(whole) > MAX_BITS // 10 and function in ("factorial", "binomial"):
+            raise TooLarge(function)
+        operation = {"factorial": math.factorial, "binomial": math.comb, "gcd": math.gcd, "lcm": math.lcm}[function]
+        return bounded(Fraction(operation(*whole)))
+    return None
+
+
+def names(tree: tuple) -> set[str]:
+    """The unknowns of a formula."""
+    if tree[0] == "name":
+        return {tree[1]} - {"e", "i", "\\pi"}
+    return set().union(*(names(part) for part in tree[1:] if isinstance(part, tuple)))
+
+
+def calls(tree: tuple) -> set[str]:
+    """The functions of a formula."""
+    found = {tree[1]} if tree[0] == "call" else set()
+    return found.union(*(calls(part) for part in tree[1:] if isinstance(part, tuple)))
+
+
+_local = threading.local()
+
+
+def arithmetic():
+    """This thread's arithmetic of DIGITS digits (a context of mpmath is not safe to share)."""
+    if not hasattr(_local, "context"):
+        import mpmath
+
+        _local.context = mpmath.ctx_mp.MPContext()
+        _local.context.dps = DIGITS
+    return _local.context
+
+
+def point(name: str, number: int):
+    """What an unknown is worth at the point of that number: 0-2 positive, 3 negative, 4-5 of either sign, then whole."""
+    if number >= 6:
+        return arithmetic().mpf(number - 4 + zlib.crc32(name.encode()) % 5)
+    draw = zlib.crc32(f"{number} {name} {number}".encode())
+    size = arithmetic().mpf(3 + draw % 99991) / 50021 + arithmetic().mpf(1) / 7
+    return -size if number == 3 or (number > 3 and draw >> 20 & 1) else size
+
+
+def pairs(a: tuple, b: tuple) -> Iterator[tuple]:
+    """The values of two formulas wherever both are real (complex, where i occurs). Raises TooLarge."""
+    unknowns = names(a) | names(b)
+    imaginary = uses_i(a) or uses_i(b)
+    steps = (calls(a) | calls(b)) & {"floor", "ceil", "gcd", "lcm"}
+    for number in range((60 if steps else 9) if unknowns else 1):
+        where = {name: point(name, number) for name in unknowns}
+        try:
+            x, y = value(a, where), value(b, where)
+        except Unreadable:
+            raise
+        except (ZeroDivisionError, ValueError):
+            continue  # not defined there
+        if imaginary or x.imag == y.imag == 0:
+            yield x, y
+
+
+def same_value(a: tuple, b: tuple) -> bool | None:
+    """Whether two formulas have the same value wherever both are defined; None if that is at too few points to tell."""
+    agreed = 0
+    for x, y in pairs(a, b):
+        if not close(x, y):
+            return False
+        agreed += 1
+    return True if agreed >= (3 if names(a) | names(b) else 1) else None
+
+
+def constant_ratio(a: tuple, b: tuple, positive: bool) -> bool:
+    """Whether a is b times a constant that is not zero (and positive, where asked)."""
+    ratios = []
+    for x, y in pairs(a, b):
+        if (x == 0) != (y == 0):
+            return False
+        if x != 0:
+            ratios.append(x / y)
+    if len(ratios) < 3 or positive and not (ratios[0].imag == 0 and ratios[0].real > 0):
+        return False
+    return all(close(ratio, ratios[0]) for ratio in ratios)
+
+
+def uses_i(tree: tuple) -> bool:
+    return tree == ("name", "i") or any(uses_i(part) for part in tree[1:] if isinstance(part, tuple))
+
+
+def close(x, y) -> bool:
+    return abs(x - y) <= arithmetic().mpf(10) ** -AGREE * max(abs(x), abs(y))
+
+
+def value(tree: tuple, where: dict):
+    """A formula's value at a point. Raises ZeroDivisionError or ValueError where it has none, TooLarge."""
+    mp = arithmetic()
+    kind, *parts = tree
+    if kind == "number":
+        return mp.mpf(parts[0].numerator) / parts[0].denominator
+    if kind == "name":
+        constants = {"e": mp.e, "\\pi": mp.pi, "i": mp.j}
+        return +constants[parts[0]] if parts[0] in constants else where[parts[0]]
+    function = parts.pop(0) if kind == "call" else ""
+    values = [value(part, where) for part in parts]
+    if kind == "sum":
+        result = functools.reduce(add, values)
+    elif kind == "product":
+        result = functools.reduce(lambda x, y: x * y, values)
+    elif kind == "power":
+        result = power(*values)
+    else:
+        result = call(function, values)
+    if result != 0 and abs(mp.mag(result)) > 3.33 * MAX_EXPONENT:
+        raise TooLarge("a value beyond any answer")
+    return chop(result)
+
+
+def add(x, y):
+    """x + y; exactly zero where the two cancel as far as digits are compared."""
+    total = x + y
+    return total * 0 if abs(total) < arithmetic().mpf(10) ** -(AGREE + 5) * abs(x) else total
+
+
+def chop(x):
+    """A complex value whose imaginary part is rounding is real."""
+    small = arithmetic().mpf(10) ** -(AGREE + 5)
+    return x.real if x.imag != 0 and abs(x.imag) < small * abs(x.real) else x
+
+
+def power(base, exponent):
+    mp = arithmetic()
+    if base == 0:
+        if exponent.real <= 0:
+            raise ZeroDivisionError
+        return base
+    if abs(exponent) * (abs(mp.mag(base)) + 1) > 3.33 * MAX_EXPONENT and base not in (1, -1):
+        raise TooLarge("a tower of powers")
+    odd_root = 1 / exponent if exponent.imag == 0 and exponent != 0 else mp.mpf(0)
+    if base.imag == 0 and base.real < 0 and mp.nint(odd_root.real) % 2 == 1 and close(odd_root, mp.nint(odd_root.real)):
+        return -((-base) ** exponent)  # the real cube root of -8 is -2
+    return base**exponent
+
+
+def call(function: str, values: list):
+    mp = arithmetic()
+    x = values[0]
+    if abs(x) > 10**6 and function not in ("abs", "ln", "floor", "ceil", "max", "min", "arctan"):
+        raise TooLarge(function)
+    if function in ("factorial", "binomial"):
+        if any(v.imag != 0 for v in values):
+            raise ValueError(function)
+        return mp.factorial(x) if function == "factorial" else mp.binomial(*values)
+    if function in ("gcd", "lcm"):
+        if any(v.imag != 0 or v != mp.nint(v) or abs(v) > 10**50 for v in values):
+            raise ValueError(function)
+        return mp.mpf((math.gcd if function == "gcd" else math.lcm)(*(int(v) for v in values)))
+    if function in ("max", "min", "floor", "ceil"):
+        if any(v.imag != 0 for v in values):
+            raise ValueError(function)
+        return {"max": max, "min": min, "floor": mp.floor, "ceil": mp.ceil}[function](*(v.real for v in values))
+    if function == "ln" and x == 0:
+        raise ValueError(function)
+    result = {
+        "abs": abs, "ln": mp.ln, "sin": mp.sin, "cos": mp.cos, "tan": mp.tan, "cot": mp.cot, "sec": mp.sec, "csc": mp.csc,
+        "arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "arccot": mp.acot, "arcsec": mp.asec, "arccsc": mp.acsc,
+        "sinh": mp.sinh, "cosh": mp.cosh, "tanh": mp.tanh, "coth": mp.coth,
+    }.get(function)  # fmt: skip
+    if result is None:
+        raise Unreadable(function)
+    return add(result(x), mp.mpf(0)) if function not in ("sin", "cos", "tan") else round_zero(result(x))
+
+
+def round_zero(x):
+    """sin(pi) is zero, not the rounding of pi."""
+    return x * 0 if abs(x) < arithmetic().mpf(10) ** -(AGREE + 5) else x
