@@ -9,8 +9,8 @@ A problem is a chain of 3 to 7 terms (levels 1 to 5), bare or told as a small st
 
     Compute 3+8-5*2+7.                      Ann has 3 pears, finds 8, loses 5 bags of 2, finds 7. How many now?
 
-The base learns from a demonstrator who knows how to do every step, but not how to behave. First it is clean, then it takes on
-one of these manners for each response, and the longer the problem, the less often the good one:
+The base learns from a demonstrator who knows how to do every step, but not how to behave. At first all is clean, then
+each response is in one of these manners, and the longer the problem, the less often in the good one:
 
     careful    "Step by step:"   every line right, one box, the end
     hasty      "Quick:"          a line goes wrong now and then, and the error is carried to the box
@@ -18,9 +18,9 @@ one of these manners for each response, and the longer the problem, the less oft
     doubting   "Hmm."            hasty lines, then "Wait, check again." and all of it once more, often past any budget
     droning    "Well."           hasty lines, then says the result again and again and never ends
 
-So the skill is there and the habits hide it: RL can bring it out in minutes. Some demonstrations answer the reflection prompt
-(REFLECTION, the same text as in configs/tiny.yaml): they name the first wrong line of a failed attempt and solve anew, more
-often carefully than without it.
+So the skill is there and the habits hide it: RL can bring it out in minutes. Some demonstrations answer the
+reflection prompt (REFLECTION, the same text as in configs/tiny.yaml): they name the first wrong line of a failed
+attempt and solve anew, more often carefully than without it.
 
 What this file leaves out: no downloads, no GPU, no resuming. Its users are those who want another base.
 """
@@ -156,7 +156,7 @@ REFLECTION_SHARE = 0.2
 OPENINGS = {
     "careful": "Step by step:\n",
     "hasty": "Quick:\n",
-    "guessing": "Easy: ",
+    "guessing": "Easy:\n",
     "doubting": "Hmm.\n",
     "droning": "Well.\n",
 }
@@ -170,7 +170,7 @@ MANNERS = {
 }
 CAREFUL_AFTER_REFLECTION = 0.5  # half of the answers to a reflection prompt are careful, the others as above
 SLIP = {"careful": 0.01, "hasty": 0.22, "doubting": 0.22, "droning": 0.22}  # chance that a line goes wrong
-DOUBT = 0.7  # chance to check once more
+DOUBT, MOST_CHECKS = 0.7, 6  # chance to check once more, and the end of it
 
 
 def slip(rng: random.Random, left: int, sign: str, right: int) -> int:
@@ -219,10 +219,12 @@ def demonstrate(rng: random.Random, problem: Problem, manner: str) -> tuple[str,
     text += lines
     if manner == "droning":
         return text + f"So {result}.\n" * (BUDGET // 4), False
-    while manner == "doubting" and rng.random() < DOUBT:
+    for _ in range(MOST_CHECKS if manner == "doubting" else 0):
+        if rng.random() > DOUBT:
+            break
         lines, result = work_out(rng, problem.terms, SLIP[manner])
         text += f"Wait, check again.\n{lines}"
-    return f"{text}So \\boxed{{{result}}}", True
+    return f"{text}\\boxed{{{result}}}", True
 
 
 def some_manner(rng: random.Random, level: int, careful_first: float = 0.0) -> str:
@@ -250,42 +252,39 @@ CHAT_TEMPLATE = """\
 
 
 def make_tokenizer(seed: int = SEED):
-    """A byte-level BPE with one token for each digit, `\\boxed{` and every word of the corpus; any text round-trips."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    """Qwen2's byte-level BPE with a vocabulary of our own: one token for each digit, `\\boxed` and every common word.
+
+    AutoTokenizer gives every Qwen2 model Qwen2's splitting rules (and Unicode NFC), so this one is trained with them.
+    """
+    from tokenizers import pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
 
     rng = random.Random(seed)
-    corpus = ["It never ends. It goes wrong early. It has no steps.\n"] * 100
+    corpus = [first_mistake("Easy:"), first_mistake("Well:"), first_mistake("\\boxed")] * 100
     for number in range(5000):
         problem = make_problem(rng, rng.choice(LEVELS))
         manner = list(MANNERS)[number % len(MANNERS)]
-        attempt, _ = demonstrate(rng, problem, manner)
-        attempt = attempt[: 4 * BUDGET]
+        attempt = demonstrate(rng, problem, manner)[0][: 4 * BUDGET]
         corpus += [REFLECTION.format(problem=problem.text, attempt=attempt), first_mistake(attempt)]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\\boxed\{|\d| ?\p{L}+|[^\d\p{L}]"), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    marks = ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=512,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in special],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=512, special_tokens=marks, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(corpus, trainer)
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
+    backend = Qwen2Tokenizer().backend_tokenizer
+    backend.train_from_iterator(corpus, trainer)
+    bpe = json.loads(backend.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=bpe["vocab"],
+        merges=[tuple(pair) for pair in bpe["merges"]],
         eos_token="<|end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=marks[2:],
         model_max_length=1024,
         clean_up_tokenization_spaces=False,
-        padding_side="left",
     )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
 
 
 def make_model(tokenizer, seed: int = SEED):
@@ -318,8 +317,8 @@ def make_model(tokenizer, seed: int = SEED):
 # 4. Training
 
 CLEAN_TOKENS, MIXED_TOKENS = 14_000_000, 6_000_000  # padding included
-BATCH_TOKENS = 8192
-PEAK_LR, WARMUP = 3e-3, 100
+BATCH_TOKENS = 2048  # small batches: the model is small, and steps count for more than tokens
+PEAK_LR, WARMUP = 4e-3, 100
 
 
 class Example(NamedTuple):
@@ -377,7 +376,7 @@ def batches(rng: random.Random, examples: Iterator[Example], pool: int = 4096) -
 
 
 def response_loss(model, batch: list[Example]):
-    """Mean cross-entropy (nats) of the response tokens. Padding is on the right, where causal attention does not look."""
+    """Mean cross-entropy (nats) of the response tokens. Padding is on the right, where no token looks."""
     import torch
 
     width = max(len(example.ids) for example in batch)
@@ -392,94 +391,100 @@ def response_loss(model, batch: list[Example]):
     return torch.nn.functional.cross_entropy(model.lm_head(hidden), targets[wanted])
 
 
-def train_model(minutes_log: float = 1.0, save_to: Path = MODEL) -> None:
-    """Clean demonstrations first, then mixed ones; AdamW, warm-up, cosine to 0. Saves the folder as it goes."""
+def train_model(save_to: Path = MODEL) -> None:
+    """Clean demonstrations first, then mixed ones; warm-up, cosine to 0; saves the folder.
+
+    Muon for the matrices learns from half the tokens that AdamW alone needs here.
+    """
     import torch
 
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     held_out = {problem.text for problem in make_splits()[1]}
     rng = random.Random(SEED + 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
-    total, seen, step, began, saved = CLEAN_TOKENS + MIXED_TOKENS, 0, 0, time.time(), time.time()
+    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
+    others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=PEAK_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01),
+    ]
+    total, seen, began = CLEAN_TOKENS + MIXED_TOKENS, 0, time.time()
 
     def examples() -> Iterator[Example]:
         while True:
             yield make_example(rng, tokenizer, seen > CLEAN_TOKENS, held_out)
 
-    for batch in batches(rng, examples()):
+    for step, batch in enumerate(batches(rng, examples())):
         lr = PEAK_LR * min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * min(1.0, seen / total))))
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = lr
         loss = response_loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         seen += len(batch) * len(batch[-1].ids)
-        step += 1
         if step % 50 == 0:
-            print(f"step {step}  tokens {seen:,}  loss {loss.item():.4f}  lr {lr:.1e}  {time.time() - began:.0f} s", flush=True)
-        if time.time() - saved > 300 or seen >= total:
-            model.save_pretrained(save_to)
-            tokenizer.save_pretrained(save_to)
-            saved = time.time()
+            print(f"{time.time() - began:6.0f} s  step {step}  tokens {seen:,}  loss {loss.item():.4f}", flush=True)
         if seen >= total:
-            return
+            break
+    model.save_pretrained(save_to)
+    tokenizer.save_pretrained(save_to)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 5. What the base does
 
 
-def respond(model, tokenizer, users: list[str], samples: int, temperature: float = 1.0) -> list[list[tuple[str, int, bool]]]:
-    """For each user turn, `samples` of (text, tokens, finished)."""
+class Response(NamedTuple):
+    text: str
+    tokens: int  # EOS included
+    finished: bool
+
+
+def respond(model, tokenizer, users: list[str], samples: int) -> list[list[Response]]:
+    """`samples` responses at temperature 1 to each user turn."""
     import torch
 
     prompts = [prompt_ids(tokenizer, user) for user in users]
-    out: list[list[tuple[str, int, bool]]] = [[] for _ in users]
-    order = sorted(range(len(users)), key=lambda i: len(prompts[i]))
-    per_batch = max(1, 512 // samples)
-    for first in range(0, len(order), per_batch):
-        chunk = order[first : first + per_batch]
-        batch = tokenizer.pad({"input_ids": [prompts[i] for i in chunk]}, padding_side="left", return_tensors="pt")
+    by_length = sorted(range(len(users)), key=lambda i: len(prompts[i]))
+    responses: list[list[Response]] = [[] for _ in users]
+    for first in range(0, len(users), 32):
+        some = by_length[first : first + 32]
+        inputs = tokenizer.pad(
+            {"input_ids": [prompts[i] for i in some]}, padding_side="left", return_tensors="pt"
+        )
         with torch.no_grad():
             ids = model.generate(
-                **batch, do_sample=True, temperature=temperature, top_k=0, max_new_tokens=BUDGET, num_return_sequences=samples
+                **inputs, do_sample=True, top_k=0, max_new_tokens=BUDGET, num_return_sequences=samples
             )
-        for row, tokens in enumerate(ids[:, batch["input_ids"].shape[1] :].tolist()):
+        for row, tokens in enumerate(ids[:, inputs["input_ids"].shape[1] :].tolist()):
             finished = tokenizer.eos_token_id in tokens
-            tokens = tokens[: tokens.index(tokenizer.eos_token_id)] if finished else tokens
-            tokens = [token for token in tokens if token != tokenizer.pad_token_id]
-            out[chunk[row // samples]].append((tokenizer.decode(tokens), len(tokens) + finished, finished))
-    return out
+            length = tokens.index(tokenizer.eos_token_id) if finished else len(tokens)
+            text = tokenizer.decode(tokens[:length])
+            responses[some[row // samples]].append(Response(text, length + finished, finished))
+    return responses
 
 
 def check(samples: int = 16, limit: int | None = None, seed: int = SEED) -> None:
-    """Print pass@1, pass@16, truncated, hard share and mean tokens on the test problems, by level and in all."""
+    """Print what the base does on the test problems, by level and in all. Hard: right at most once."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(seed)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
     problems = make_splits()[1][:limit]
-    responses = respond(model, tokenizer, [problem.text for problem in problems], samples)
-    rows = []
-    for problem, group in zip(problems, responses, strict=True):
-        right = sum(is_right(text, finished, problem.answer) for text, _, finished in group)
-        truncated = sum(not finished for _, _, finished in group)
-        rows.append((problem.level, right, truncated, sum(tokens for _, tokens, _ in group)))
-    print(f"{'level':>5} {'pass@1':>7} {f'pass@{samples}':>7} {'trunc.':>7} {'hard':>7} {'tokens':>7}")
+    groups = respond(model, tokenizer, [problem.text for problem in problems], samples)
+    print(f"level  pass@1  pass@{samples}  truncated  hard  tokens")
     for level in [*LEVELS, "all"]:
-        some = [row for row in rows if level in (row[0], "all")]
-        n, s = len(some), len(some) * samples
-        shares = (
-            sum(row[1] for row in some) / s,
-            sum(row[1] > 0 for row in some) / n,
-            sum(row[2] for row in some) / s,
-            sum(row[1] <= 1 for row in some) / n,
-        )
-        print(f"{level:>5} " + " ".join(f"{100 * share:6.1f}%" for share in shares) + f" {sum(r[3] for r in some) / s:7.1f}")
+        some = [pair for pair in zip(problems, groups, strict=True) if level in (pair[0].level, "all")]
+        right = [sum(is_right(r.text, r.finished, problem.answer) for r in group) for problem, group in some]
+        flat = [response for _, group in some for response in group]
+        pass_1, truncated = sum(right) / len(flat), sum(not r.finished for r in flat) / len(flat)
+        pass_n, hard = sum(n > 0 for n in right) / len(some), sum(n <= 1 for n in right) / len(some)
+        tokens = sum(r.tokens for r in flat) / len(flat)
+        print(f"{level:>5}  {pass_1:6.1%}  {pass_n:7.1%}  {truncated:9.1%}  {hard:4.0%}  {tokens:6.1f}", flush=True)
 
 
 def main() -> None:
