@@ -53,7 +53,8 @@ Tokens = list[str]
 
 RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in", "\\equiv", "\\sim"}
 MIRRORED = {">": "<", "\\ge": "\\le"}
-FOR_ALGEBRA = {"\\sum", "\\prod", "\\int", "\\lim", "\\setminus", "\\cap", "\\bmod", "\\pmod", "\\partial", "\\det"}
+NOT_IN_NAMES = RELATIONS | {"+", "-", "*", "^", "|", "!", "%", "\\sqrt", "\\pi", "\\infty", "\\pm", "\\pmod"}
+FOR_ALGEBRA = {"\\sum", "\\prod", "\\int", "\\lim", "\\setminus", "\\cap", "\\partial", "\\det"}
 CURRENCY = {"$", "€", "£", "¥"}
 UNIT_NAMES = {
     "degree": "°", "degrees": "°", "deg": "°", "percent": "%", "per cent": "%", "percentage": "%", "dollars": "$", "dollar": "$",
@@ -62,8 +63,9 @@ UNIT_NAMES = {
     "centimeter": "cm", "centimetres": "cm", "kilometers": "km", "kilometres": "km", "kilograms": "kg", "kilogram": "kg",
     "grams": "g", "gram": "g", "inches": "in", "inch": "in", "feet": "ft", "foot": "ft", "miles per hour": "mph",
 }  # fmt: skip
+ANNOUNCEMENT = r'"?(the )?(final )?answer( is)?:?'
 NO_UNIT = set("not no wrong or and is are if than least most less more about between of answer except either the".split())
-CHOICE = re.compile(r"\(?([A-Z])(?:\)|(?=$|[:.]))[:.)]?\s*(.*)", re.DOTALL)
+CHOICE = re.compile(r"\(?\s?([A-Z])\s?(?:\)|(?=$|[:.]))[:.)]?\s*(.*)", re.DOTALL)
 
 
 def compare(given: str, reference: str, algebra: Algebra | None = None) -> bool | None:
@@ -85,6 +87,7 @@ def compare(given: str, reference: str, algebra: Algebra | None = None) -> bool 
 
 def read(text: str) -> list[Tokens]:
     """The readings of an answer: as it stands and, where commas may group thousands, as that number."""
+    text = re.sub(r"^\s{0,9}(the )?(final )?answer is:?\s", " ", text, flags=re.IGNORECASE)
     readings = [strip(tokens(text))]
     if not any(bracket in text for bracket in "([") and re.search(r"(?<!\d)[1-9]\d{0,2}(,\d{3})+(?!\d)", text):
         fused = re.sub(r"(?<!\d)[1-9]\d{0,2}(,\d{3})+(?!\d)", lambda number: number.group().replace(",", ""), text)
@@ -95,9 +98,9 @@ def read(text: str) -> list[Tokens]:
 def strip(found: Tokens) -> Tokens:
     """Without what surrounds an answer: full stops, braces, "the answer is"."""
     while found:
-        if found[-1] in (".", ",", ";", ":") or (found[-1] == "\\" and len(found) > 1):
+        if found[-1] in (".", ",", ";", ":", "\\\\"):
             found = found[:-1]
-        elif found[0] in (".", ",", ":") or (found[0][0] == '"' and re.fullmatch(r'"(the )?(final )?answer( is)?:?', found[0].lower())):
+        elif found[0] in (".", ",", ":", "=", "\\approx") or re.fullmatch(ANNOUNCEMENT, found[0].lower()):
             found = found[1:]
         elif is_number(found[-1]) and found[-1].endswith("."):
             found = [*found[:-1], found[-1].removesuffix(".")]
@@ -105,6 +108,8 @@ def strip(found: Tokens) -> Tokens:
             found = found[1:-1]
         elif found[-1][0] == '"' and found[-1].endswith((".", ",")) and len(found[-1]) > 2:
             found = [*found[:-1], found[-1][:-1]]
+        elif found[0] in ("(", "[") and found[1] == "\\begin:matrix" and found[-2] == "\\end:matrix":
+            found = found[1:-1]
         else:
             break
     return found
@@ -163,7 +168,7 @@ def same(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | No
     pair = approximated(given, reference, algebra)
     if pair is not None:
         return pair[0]
-    for kind in (same_lists, same_tuples, same_chains, same_matrices, same_ratios):
+    for kind in (same_lists, same_chains, same_tuples, same_matrices, same_ratios):
         verdict = kind(given, reference, algebra)
         if verdict is not NotThisKind:
             return verdict
@@ -192,7 +197,8 @@ def is_text(found: Tokens) -> bool:
 
 
 def plain_words(found: Tokens) -> str:
-    return " ".join(re.findall(r"\w+|-(?=\w)", "".join(token.lstrip('"') for token in found).casefold()))
+    text = " ".join(token.lstrip('"') for token in found).casefold().replace(" - ", "-")
+    return " ".join(re.findall(r"\w+|-(?=\w)", text))
 
 
 def approximated(given: Tokens, reference: Tokens, algebra: Algebra | None) -> list | None:
@@ -266,7 +272,7 @@ def same_lists(given: Tokens, reference: Tokens, algebra: Algebra | None):
     if not is_list(given) and not is_list(reference):
         return NotThisKind
     left, right = members(given), members(reference)
-    if len(left) == 1 and len(right) > 1 and given[0] == "(" and enclosed(given):
+    if len(left) == 1 and len(right) > 1 and given[0] == "(" and enclosed(given) and reference[0] != "\\{":
         return ordered(split(given[1:-1], ",", ";"), right, algebra)  # parentheses around a list
     if len(right) == 1 and len(left) > 1 and reference[0] == "(" and enclosed(reference) and given[0] != "\\{":
         return ordered(left, split(reference[1:-1], ",", ";"), algebra)
@@ -326,25 +332,26 @@ def same_tuples(given: Tokens, reference: Tokens, algebra: Algebra | None):
     left, right = brackets(given), brackets(reference)
     if left is None and right is None:
         return NotThisKind
-    left, right = left or interval(given), right or interval(reference)
     if left is None or right is None or left[:2] != right[:2]:
         return False
     return ordered(left[2], right[2], algebra)
 
 
-def interval(found: Tokens) -> tuple[str, str, list[Tokens]] | None:
-    """The interval that an inequality in one name describes, or that a name lies in."""
+def interval(found: Tokens) -> tuple[str, Tokens] | None:
+    """(name, interval) that an inequality in one name describes, or that a name lies in."""
     sides, relations = chain(found)
     if relations == ["\\in"] and is_name(sides[0]):
-        return brackets(sides[1]) if sides[1] else None
-    if len(sides) == 2 and relations[0] in ("<", "\\le"):
-        if is_name(sides[0]):
-            return "(", "]" if relations[0] == "\\le" else ")", [["-", "\\infty"], sides[1]]
-        if is_name(sides[1]):
-            return "[" if relations[0] == "\\le" else "(", ")", [sides[0], ["\\infty"]]
-    if len(sides) == 3 and is_name(sides[1]) and set(relations) <= {"<", "\\le"}:
-        return "[" if relations[0] == "\\le" else "(", "]" if relations[1] == "\\le" else ")", [sides[0], sides[2]]
-    return None
+        return spelled(sides[0]), sides[1]
+    if not relations or not set(relations) <= {"<", "\\le"}:
+        return None
+    if len(sides) == 2 and is_name(sides[0]):
+        sides, relations = [["-", "\\infty"], *sides], ["<", *relations]
+    elif len(sides) == 2 and is_name(sides[1]):
+        sides, relations = [*sides, ["\\infty"]], [*relations, "<"]
+    if len(sides) != 3 or not is_name(sides[1]):
+        return None
+    low, high = "[" if relations[0] == "\\le" else "(", "]" if relations[1] == "\\le" else ")"
+    return spelled(sides[1]), [low, *sides[0], ",", *sides[2], high]
 
 
 def same_matrices(given: Tokens, reference: Tokens, algebra: Algebra | None):
@@ -367,7 +374,7 @@ def entries(found: Tokens) -> list[list[Tokens]] | None:
 
 
 def same_ratios(given: Tokens, reference: Tokens, algebra: Algebra | None):
-    left, right = split(given, ":"), split(reference, ":")
+    left, right = split(given, ":", "\\pmod"), split(reference, ":", "\\pmod")
     if len(left) == len(right) == 1:
         return NotThisKind
     return ordered(left, right, algebra)
@@ -394,18 +401,28 @@ def chain(found: Tokens) -> tuple[list[Tokens], list[str]]:
 
 
 def is_name(found: Tokens, sums: bool = False) -> bool:
-    """Whether it only names something: x, x_1, AB, f(x), \\angle ABC, \\frac{AB}{CD}, V_1:V_2 (with sums also m+n)."""
+    """Whether it only names something: x, x_1, AB, f(2), \\angle ABC, \\frac{AB}{CD}, V_1:V_2 (with sums also m+n)."""
+    position, letters = 0, 0
+    while position < len(found):
+        token = found[position]
+        if token == "_" or (token == "(" and position):
+            position = argument_end(found, position + (token == "_"))
+            continue
+        if is_number(token) or token in NOT_IN_NAMES - ({"+", "-"} if sums else set()):
+            return False
+        letters += token.isalpha() or token[0] in '"\\'
+        position += 1
+    return letters > 0
+
+
+def argument_end(found: Tokens, start: int) -> int:
+    """The position after the token or the group that begins at start."""
     level = 0
-    for position, token in enumerate(found):
-        level += (token in OPENERS) - (token in CLOSERS)
-        index = level > 0 or (position and found[position - 1] == "_")
-        if is_number(token) and not index:
-            return False
-        if token in ("+", "-", "*") and not (sums and token != "*") and not level:
-            return False
-        if token in ("^", "|", "!", "%", "\\sqrt", "\\pi", "\\infty") or token in RELATIONS:
-            return False
-    return bool(found) and any(token.isalpha() or token[0] in '"\\' for token in found)
+    for position in range(start, len(found)):
+        level += (found[position] in OPENERS) - (found[position] in CLOSERS)
+        if level <= 0:
+            return position + 1
+    return len(found)
 
 
 def same_chains(given: Tokens, reference: Tokens, algebra: Algebra | None):
@@ -414,7 +431,11 @@ def same_chains(given: Tokens, reference: Tokens, algebra: Algebra | None):
         return NotThisKind
     if not all(left) or not all(right):
         return False
-    equals = {"=", "\\in"}
+    equals = {"=", "\\in", "\\equiv"}
+    if not wanted and brackets(reference) and (described := interval(given)):
+        return same_tuples(described[1], reference, algebra)
+    if not between and brackets(given) and (described := interval(reference)):
+        return same_tuples(given, described[1], algebra)
     if not wanted:
         if not set(between) <= equals or not is_name(left[0], sums=True) and not same(left[0], left[-1], algebra):
             return False
@@ -427,6 +448,8 @@ def same_chains(given: Tokens, reference: Tokens, algebra: Algebra | None):
     if between == wanted == ["="] and is_name(left[0]) and is_name(right[0]):
         if spelled(left[0]) == spelled(right[0]):
             return same(left[1], right[1], algebra)
+    if between != wanted and (described := interval(given)) and (expected := interval(reference)):
+        return described[0] == expected[0] and same(described[1], expected[1], algebra)
     if between == wanted and len(left) == len(right):
         sidewise = all_of(same(a, b, algebra) for a, b in zip(left, right, strict=True))
         if sidewise is not False:
@@ -471,14 +494,22 @@ def quantity(found: Tokens) -> tuple[Tokens, str]:
     tail = found[start:]
     if not start or any(token[0] != '"' and token not in ("/", "^", "{", "}", "-", "*", ".") and not token.isdigit() for token in tail):
         return found, ""
-    unit = " ".join(token.lstrip('"').strip() for token in tail if token not in "{}.")
+    unit = " ".join(token.lstrip('"').strip() for token in tail if token not in "{}.").strip(" .")
     words = re.findall(r"[a-z]+", unit.lower())
     if len(words) > 5 or NO_UNIT & set(words) or re.search(r"\d{2}", unit):
         return found, ""
-    for length in ("square ", "sq. ", "sq "):
-        unit = unit.removeprefix(length) + " ^ 2" if unit.startswith(length) else unit
-    unit = " ".join(UNIT_NAMES.get(part, part) for part in re.split(r"\s+(?=[/^*])|(?<=[/^*])\s+", unit.lower()))
-    return found[:start], UNIT_NAMES.get(unit, unit)
+    return found[:start], unit_name(unit)
+
+
+def unit_name(unit: str) -> str:
+    """One name for the spellings of a unit: square centimeters, sq. cm, cm^2, cm ^ 2."""
+    unit = re.sub(r"\s*([/^*-])\s*", r"\1", unit.translate(str.maketrans("", "", "{}")))
+    power = ""
+    for word, exponent in (("square ", "^2"), ("sq. ", "^2"), ("sq ", "^2"), ("cubic ", "^3"), ("cu ", "^3")):
+        if unit.lower().startswith(word):
+            unit, power = unit[len(word) :], exponent
+    parts = re.split(r"([/*^ ])", unit + power)
+    return UNIT_NAMES.get(unit.lower() + power) or "".join(UNIT_NAMES.get(part.lower(), part.removesuffix("s") if len(part) > 3 else part) for part in parts)
 
 
 def same_values(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:

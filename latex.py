@@ -47,7 +47,7 @@ UNICODE = str.maketrans({
     "π": "\\pi ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "γ": "\\gamma ", "λ": "\\lambda ", "μ": "\\mu ",
     "φ": "\\phi ", "ω": "\\omega ", "σ": "\\sigma ", "Δ": "\\Delta ", "√": "\\surd ", "∞": "\\infty ", "°": "\\degree ",
     "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
-    "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "²": "^{2}", "³": "^{3}", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
+    "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "²": "^2 ", "³": "^3 ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
     "′": "'", "’": "'", "％": "%", "，": ",", "\u200b": "", "\u2009": " ", "\u202f": " ", "\xa0": " ",
 })  # fmt: skip
 
@@ -56,7 +56,7 @@ SPELLINGS = {
     "\\leq": "\\le", "\\leqslant": "\\le", "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">",
     "\\cdot": "*", "\\times": "*", "\\ast": "*", "\\div": "/", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[",
     "\\rbrack": "]", "\\lvert": "|", "\\rvert": "|", "\\vert": "|", "\\mid": "|", "\\varnothing": "\\emptyset",
-    "\\%": "%", "\\$": "$", "\\colon": ":", "\\dots": "\\ldots", "\\cdots": "\\ldots", "\\degree": "°", "\\prime": "'",
+    "\\%": "%", "\\$": "$", "\\colon": ":", "\\bmod": "\\pmod", "\\mod": "\\pmod", "\\dots": "\\ldots", "\\cdots": "\\ldots", "\\degree": "°", "\\prime": "'",
     "\\lparen": "(", "\\rparen": ")", "\\thinspace": "", "\\approxeq": "\\approx", "\\simeq": "\\approx", "\\land": ",",
     "\\lor": ",", "\\wedge": ",", "\\vee": ",", "\\&": ",", "\\tg": "\\tan", "\\ctg": "\\cot", "\\varphi": "\\phi",
     "\\varepsilon": "\\epsilon", "\\hbox": "", "\\boxed": "", "\\fbox": "", "\\#": "",
@@ -84,7 +84,8 @@ LEXER = re.compile(
     r"|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
     r"|(?P<degree>\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z])))"
     r"|(?P<prime>\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![a-zA-Z])))"
-    r"|\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|operatorname\*?)\s*\{(?P<words>[^{}]*)\}"
+    r"|\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|operatorname\*?)\s*\{(?P<words>(?:[^{}]|\{[^{}]*\})*)\}"
+    r"|\\(?:(?:text)?color|[hv]space\*?|tag|label)\s*\{[^{}]*\}"
     r"|(?P<environment>\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}(?:\s*\{[clr|]*\})?)"
     r"|(?P<relation>[<>]=|(?<![\d)}])!=|\\\\)"
     r"|\\[,;:!> ]|[\s~$]+|\\(?=\d)"
@@ -102,6 +103,7 @@ def tokens(text: str) -> list[str]:
     if len(text) > MAX_LENGTH:
         raise Unreadable(f"longer than {MAX_LENGTH} characters")
     text = GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text.translate(UNICODE))
+    text = re.sub(r"(\d)\s*x\s*(10\s*\^)", r"\1*\2", text)
     words = re.fullmatch(r"\s*[A-Za-z][A-Za-z' .()-]*", text)
     if words and any(len(run) > 3 or run.lower() in WORDS for run in re.findall("[A-Za-z]+", text)):
         return word(text)
@@ -138,9 +140,13 @@ def word(text: str, roman: bool = False) -> list[str]:
     text = " ".join(re.sub(r"~|\\[,;:! ]", " ", text).split())
     if re.fullmatch(r"[,;]?\s?(and|or|AND|OR)?[,;]?", text):
         return [","] if text else []
+    if not re.search(r"\w", text):
+        return list(text.replace(" ", ""))
+    if text == "to":
+        return [":"]
     if roman and text in FUNCTIONS:
         return ["\\" + text]
-    if roman and text in ("e", "i", "d", "x", "y", "z") or text in (",", ";"):
+    if roman and text in ("e", "i", "d", "x", "y", "z"):
         return [text]
     if re.search(r"\d", text) or "\\" in text or "$" in text:
         return tokens(text) if re.fullmatch(r"[^A-Za-z]*", text) else ['"' + text]
@@ -183,7 +189,7 @@ def parse(found: list[str]) -> tuple:
     """The tree of a formula: ("number", Fraction), ("name", str), ("sum" | "product", tree, ...), ("power", tree, tree),
     ("call", function, tree, ...)."""
     parser = Parser(list(found))
-    tree = parser.sum()
+    tree = parser.whole()
     if parser.at != len(parser.found):
         raise Unreadable(f"{parser.peek()!r} after the end of a formula")
     return tree
@@ -211,6 +217,15 @@ class Parser:
             raise Unreadable(f"{token!r} where {expected or 'more'} should be")
         self.at += 1
         return token
+
+    def whole(self) -> tuple:
+        """A sum, or two of them as in `a \\over b`."""
+        above = self.sum()
+        if self.peek() not in ("\\over", "\\choose"):
+            return above
+        over = self.take() == "\\over"
+        below = self.sum()
+        return ("product", above, ("power", below, MINUS_ONE)) if over else ("call", "binomial", above, below)
 
     def sum(self) -> tuple:
         terms = [self.product()]
@@ -285,7 +300,7 @@ class Parser:
     def group(self, opener: str, closer: str) -> tuple:
         self.take(opener)
         bars, self.in_bars = self.in_bars, opener == "|"
-        inside = self.sum()
+        inside = self.whole()
         self.in_bars = bars
         self.take(closer)
         return inside
@@ -295,6 +310,9 @@ class Parser:
         if not self.starts_atom(token):
             raise Unreadable(f"{token!r}")
         if is_number(token):
+            return self.number()
+        if token == "(" and is_number(self.peek(1)) and self.peek(2) == ")" and self.peek(3) == "_":
+            self.found[self.at : self.at + 3] = [self.peek(1)]  # (204)_5
             return self.number()
         if token in ("(", "[", "{", "|", "\\lfloor", "\\lceil"):
             closers = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
@@ -508,9 +526,9 @@ def point(name: str, number: int):
 
 
 def pairs(a: tuple, b: tuple) -> Iterator[tuple]:
-    """The values of two formulas wherever both are real (complex, where i occurs). Raises TooLarge."""
+    """The values of two formulas at the points where both are real (at all, if i or no unknown occurs)."""
     unknowns = names(a) | names(b)
-    imaginary = uses_i(a) or uses_i(b)
+    imaginary = not unknowns or uses_i(a) or uses_i(b)
     steps = (calls(a) | calls(b)) & {"floor", "ceil", "gcd", "lcm"}
     for number in range((60 if steps else 9) if unknowns else 1):
         where = {name: point(name, number) for name in unknowns}
