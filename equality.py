@@ -51,6 +51,8 @@ from latex import (
 Algebra = Callable[[str, str], bool]
 Tokens = list[str]
 
+MAX_PAIRED = 50  # members of a list that are compared by value; more must be spelled alike
+
 RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in", "\\equiv", "\\sim"}
 MIRRORED = {">": "<", "\\ge": "\\le"}
 NOT_IN_NAMES = RELATIONS | {"+", "-", "*", "^", "|", "!", "%", "\\sqrt", "\\pi", "\\infty", "\\pm", "\\pmod"}
@@ -72,17 +74,13 @@ def compare(given: str, reference: str, algebra: Algebra | None = None) -> bool 
     """Whether a given answer equals the reference; None where only algebra could tell and none is passed in."""
     try:
         readings = [read(text) for text in (given, reference)]
-    except Unreadable:  # too long or too deep to look into
+    except Unreadable:  # too long or too deep to be looked into
         plain = ["".join(text.split()) for text in (given, reference)]
         return plain[0] == plain[1] != ""
-    undecided: bool | None = False
-    for left in readings[0]:
-        for right in readings[1]:
-            verdict = same(left, right, algebra)
-            if verdict:
-                return True
-            undecided = None if verdict is None else undecided
-    return undecided
+    try:
+        return any_of(same(left, right, algebra) for left in readings[0] for right in readings[1])
+    except RecursionError:  # thousands of factorials or roots, one of another
+        return False
 
 
 def read(text: str) -> list[Tokens]:
@@ -295,6 +293,8 @@ def matched(left: list[Tokens], right: list[Tokens], algebra: Algebra | None) ->
             unmatched.append(member)
         else:
             del rest[found]
+    if len(unmatched) > MAX_PAIRED:
+        return False
     undecided = False
     for member in unmatched:
         verdicts = {}

@@ -27,7 +27,8 @@ from fractions import Fraction
 
 MAX_LENGTH = 4000  # characters of an answer
 MAX_DEPTH = 50  # nested groups
-MAX_BITS = 40_000  # of an exact integer: 2025! still fits
+MAX_ATOMS = 500  # numbers and names in a formula
+MAX_BITS = 20_000  # of an exact integer: 2025! still fits
 MAX_EXPONENT = 10_000  # decimal exponent of any intermediate value
 DIGITS, AGREE = 60, 45  # decimal digits computed, and compared
 
@@ -206,7 +207,9 @@ class Parser:
     """Recursive descent: sum > product > signed > power > atom."""
 
     def __init__(self, found: list[str]):
-        self.found, self.at, self.level, self.in_bars = found, 0, 0, False
+        self.found, self.at, self.in_bars = found, 0, False
+        if sum(map(self.starts_atom, found)) > MAX_ATOMS:
+            raise TooLarge(f"more than {MAX_ATOMS} numbers and names")
 
     def peek(self, ahead: int = 0) -> str:
         return self.found[self.at + ahead] if self.at + ahead < len(self.found) else ""
@@ -259,9 +262,6 @@ class Parser:
         return ("product", MINUS_ONE, self.power()) if negative else self.power()
 
     def power(self) -> tuple:
-        self.level += 1
-        if self.level > 2 * MAX_DEPTH:
-            raise Unreadable("too deep")
         base = self.atom()
         while (token := self.peek()) in ("!", "%", "°", "^"):
             self.take()
@@ -273,7 +273,6 @@ class Parser:
                 base = ("product", base, ("name", "\\pi"), ("number", Fraction(1, 180)))
             else:
                 base = ("power", base, self.argument(digit=False))
-        self.level -= 1
         return base
 
     def starts_atom(self, token: str) -> bool:
@@ -483,7 +482,7 @@ def exact_call(function: str, values: list[Fraction]) -> Fraction | None:
     if function in ("factorial", "binomial", "gcd", "lcm"):
         if whole != values or min(whole) < 0:
             raise Unreadable(f"{function} of a number that is not whole")
-        if max(whole) > MAX_BITS // 10 and function in ("factorial", "binomial"):
+        if max(whole) > MAX_BITS // 8 and function in ("factorial", "binomial"):
             raise TooLarge(function)
         operation = {"factorial": math.factorial, "binomial": math.comb, "gcd": math.gcd, "lcm": math.lcm}[function]
         return bounded(Fraction(operation(*whole)))
