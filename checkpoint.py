@@ -2,8 +2,9 @@
 
    checkpoints/step_000040/            a Hugging Face model folder: transformers and vLLM load it as it is
        training/optimizer.safetensors  moments of each parameter, by its name
-       training/buffer_0.safetensors   the sample buffer of rank 0 (one file a rank)
-       training/state.json             step, config and the buffers' indices
+       training/master.safetensors     fp32 weights, where the folder itself holds them rounded (save_dtype = bfloat16)
+       training/buffer_0.safetensors   the sample buffer of rank 0 (one a rank), with its index in buffer_0.json
+       training/state.json             the step
        training/manifest.json          sha256 of every other file: the folder is whole or it is not used
 
 A checkpoint is written aside, synced and renamed; older ones are pruned after that. Nothing in it needs pickle. Left out:
@@ -20,52 +21,73 @@ import shutil
 import sys
 from pathlib import Path
 
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
 from errors import UserError
-from runtime import Ranks, fsync
+from runtime import Ranks, fsync, writing
 
 
-def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int) -> None:
+def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype="float32") -> None:
     """Writes checkpoints/step_NNNNNN aside, renames it when it is on the disk, then prunes all but the newest `keep`.
 
-    state: what else a resume needs, JSON-able, its `step` among it.
+    state: what else a resume needs, JSON-able, its `step` among it. dtype: of the exported weights.
+    Raises UserError where the disk is full or must not be written; the checkpoints before stay as they are.
     """
     final = run_dir / "checkpoints" / f"step_{state['step']:06d}"
     aside = final.with_name(f".{final.name}.tmp")
     training = aside / "training"
-    if ranks.main:
-        shutil.rmtree(aside, ignore_errors=True)
-        training.mkdir(parents=True)
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        names = {p: n for n, p in model.named_parameters()}
-        states = ((names[p], state) for p, state in optimizer.state.items())
-        moments = {f"{name}/{key}": value.contiguous() for name, state in states for key, value in state.items()}
-        save_file(moments, training / "optimizer.safetensors")
-        (training / "state.json").write_text(json.dumps(state))
-    ranks.barrier()
-    stored = buffer.state_dict()
-    save_file({k: stored.pop(k) for k in ("tokens", "logprobs")}, training / f"buffer_{ranks.rank}.safetensors")
-    (training / f"buffer_{ranks.rank}.json").write_text(json.dumps(stored))
-    ranks.barrier()
-    if ranks.main:
-        sums = {str(p.relative_to(aside)): checksum(p) for p in sorted(aside.rglob("*")) if p.is_file()}
-        (training / "manifest.json").write_text(json.dumps(sums, indent=1))
-        for path in [*aside.rglob("*"), aside]:
-            fsync(path)
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(aside, final)
-        fsync(final.parent)
-        for old in finished(run_dir)[:-keep]:
-            shutil.rmtree(old)
-    ranks.barrier()
+    older = [folder for folder in finished(run_dir) if number(folder) < state["step"]]
+    with writing(final, f"; the newest whole checkpoint is {older[-1]}" if older else "; no checkpoint was written before"):
+        if ranks.main:
+            for leftover in final.parent.glob(".step_*.tmp"):
+                shutil.rmtree(leftover)
+            training.mkdir(parents=True)
+            export(model, tokenizer, aside, dtype)
+            names = {p: name for name, p in model.named_parameters()}
+            if dtype != "float32":
+                save_file({name: p.detach() for p, name in names.items()}, training / "master.safetensors")
+            moments = {f"{names[p]}/{key}": v for p, of_p in optimizer.state.items() for key, v in of_p.items()}
+            save_file(moments, training / "optimizer.safetensors")
+            (training / "state.json").write_text(json.dumps(state))
+        ranks.barrier()
+        stored = buffer.state_dict()
+        save_file({k: stored.pop(k) for k in ("tokens", "logprobs")}, training / f"buffer_{ranks.rank}.safetensors")
+        (training / f"buffer_{ranks.rank}.json").write_text(json.dumps(stored))
+        ranks.barrier()
+        if ranks.main:
+            sums = {str(p.relative_to(aside)): checksum(p) for p in sorted(aside.rglob("*")) if p.is_file()}
+            (training / "manifest.json").write_text(json.dumps(sums, indent=1))
+            for path in [*aside.rglob("*"), aside]:
+                fsync(path)
+            if final.exists():  # damaged, and passed over when the run was resumed
+                shutil.rmtree(final)
+            os.rename(aside, final)
+            fsync(final.parent)
+            for folder in older[: len(older) + 1 - keep]:
+                shutil.rmtree(folder)
+        ranks.barrier()
+
+
+def export(model, tokenizer, folder: Path, dtype: str) -> None:
+    """The model folder, weights in `dtype`: config, weights, generation config, tokenizer and chat template."""
+    cast: dict[int, torch.Tensor] = {}  # by address, so that tied weights stay tied
+    wanted = getattr(torch, dtype)
+    weights = {name: cast.setdefault(v.data_ptr(), v.to("cpu", wanted)) for name, v in model.state_dict().items()}
+    model.save_pretrained(folder, state_dict=weights)
+    tokenizer.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2), encoding="utf-8")
 
 
 def finished(run_dir: Path) -> list[Path]:
     """Finished checkpoint folders, oldest first."""
-    return sorted((run_dir / "checkpoints").glob("step_[0-9]*"))
+    return sorted((p for p in (run_dir / "checkpoints").glob("step_*") if p.name[5:].isdigit()), key=number)
+
+
+def number(folder: Path) -> int:
+    return int(folder.name[5:])
 
 
 def to_resume(config) -> Path | None:
@@ -74,14 +96,18 @@ def to_resume(config) -> Path | None:
     Raises UserError where the run directory holds a run and `resume` is not set, and where the run had another config.
     """
     run_dir = Path(config.run_dir)
-    begun = (run_dir / "metrics.jsonl").exists()
-    if begun and not config.resume:
-        raise UserError(f"run_dir = {str(run_dir)!r} holds a run; allowed: --resume to go on with it, or another --run_dir")
-    if not begun:
+    if not (run_dir / "metrics.jsonl").exists() and not finished(run_dir):
         return None
-    before = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
-    free = ("resume", "override_config")
-    now = {k: v for k, v in dataclasses.asdict(config).items() if k not in free and k in before}
+    if not config.resume:
+        raise UserError(f"run_dir = {str(run_dir)!r} holds a run; allowed: --resume to go on with it, or another --run_dir")
+    try:
+        before = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+        before = {f.name: f.default for f in dataclasses.fields(config)} | before
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        what = str(error).split("\n")[0]
+        raise UserError(f"{run_dir / 'config.yaml'}: this run's config cannot be read: {what}") from error
+    free = ("run_dir", "resume", "override_config")
+    now = {k: v for k, v in dataclasses.asdict(config).items() if k not in free}
     differing = [f"{k} (was {before[k]!r}, is {v!r})" for k, v in now.items() if before[k] != v]
     if differing and not config.override_config:
         raise UserError(f"{run_dir}: this run's config differs: {', '.join(differing)}; allowed with --override-config")
@@ -89,33 +115,45 @@ def to_resume(config) -> Path | None:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The newest checkpoint whose files all have their checksums; a damaged one is named on stderr and passed over."""
-    for folder in reversed(finished(run_dir)):
+    """The newest checkpoint whose files all have their checksums; None where the run ended before its first one.
+
+    A damaged one is named on stderr and passed over. Raises UserError where all of them are.
+    """
+    folders = finished(run_dir)
+    for folder in reversed(folders):
         damage = damaged(folder)
         if damage is None:
             return folder
         print(f"checkpoint {folder} is damaged ({damage}); trying the one before", file=sys.stderr)
+    if folders:
+        raise UserError(f"{run_dir}: none of its {len(folders)} checkpoints is whole; allowed: a new run in another run_dir")
     return None
 
 
 def damaged(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
     try:
         manifest = json.loads((folder / "training" / "manifest.json").read_text())
         for name, expected in manifest.items():
             if checksum(folder / name) != expected:
                 return f"{name} has another checksum"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def load(folder: Path, model, optimizer, buffer, ranks: Ranks) -> dict:
-    """Fills optimiser and buffer from a checkpoint folder (the model was loaded from it); returns its state.json."""
+    """Fills weights, optimiser and buffer from a checkpoint folder; returns its state.json. The model was loaded from it."""
     training = folder / "training"
-    names = dict(model.named_parameters())
-    for name, value in load_file(training / "optimizer.safetensors").items():
-        parameter, key = names[name.rsplit("/", 1)[0]], name.rsplit("/", 1)[1]
-        optimizer.state[parameter][key] = value if key == "step" else value.to(parameter.device)
+    parameters = dict(model.named_parameters())
+    if (training / "master.safetensors").exists():
+        with torch.no_grad():
+            for name, value in load_file(training / "master.safetensors").items():
+                parameters[name].copy_(value)
+    for key, value in load_file(training / "optimizer.safetensors").items():
+        name, moment = key.rsplit("/", 1)
+        parameter = parameters[name]
+        optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)  # not a view of the file
     parts = [
         {**load_file(path), **json.loads(path.with_suffix(".json").read_text())}
         for path in sorted(training.glob("buffer_*.safetensors"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 import time
 from collections import defaultdict
@@ -59,7 +60,16 @@ def sample_and_grade(
         if sample.finished:
             verdicts[i, j] = judge.submit(decode(sample.response_ids), problems[i].answer, problems[i].uid)
 
-    groups = sampler.generate(list(prompts), on_finished=finished, **generate)
+    try:
+        groups = sampler.generate(list(prompts), on_finished=finished, **generate)
+    except torch.OutOfMemoryError as error:
+        raise UserError("out of memory while sampling; allowed: fewer slots, or a smaller max_new_tokens") from error
+    except RuntimeError as error:
+        broken = re.match(r"prompt (\d+), .*not finite", str(error))
+        if not broken:
+            raise
+        uid = problems[int(broken[1])].uid
+        raise UserError(f"query {uid!r}: the model's logits are not finite while sampling; its weights are broken") from error
     return [
         [(sample, (i, j) in verdicts and bool(verdicts[i, j].result())) for j, sample in enumerate(group)]
         for i, group in enumerate(groups)

@@ -67,6 +67,9 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
     if not eos_ids(model, tokenizer):
         raise UserError(f"model {name!r}: neither generation_config.json nor the tokenizer names an EOS token")
     model = model.to(device).eval()
+    if model.device.type == "cpu":
+        for p in model.parameters():
+            p.data = p.data.clone()  # out of the mapped file: aligned alike for any file, so a resume computes the same bits
     check_head(model, name)
     return model, tokenizer
 

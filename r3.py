@@ -49,7 +49,7 @@ from errors import UserError, exit_cleanly
 from problems import Problem
 from replay import PLAIN, REFLECTION, Attempt, ReplayBuffer
 from rollout import stream
-from run import Run, evaluate, log_step, print_result, save, set_up
+from run import Run, evaluate, evaluation_due, log_step, print_result, save, set_up
 from runtime import Ranks
 from settings import choice, knob
 
@@ -138,6 +138,7 @@ class Config:
 
     # checkpoints, evaluation, logs
     save_every: int = knob(50, low=1)  # steps
+    save_dtype: str = choice("float32", "bfloat16")  # of the exported weights; a resume is exact with either
     checkpoints_kept: int = knob(2, low=1)
     resume: bool = False
     override_config: bool = False  # resume although the config differs from the run's
@@ -410,18 +411,18 @@ def reflections(run: Run, batch: list[Problem], step: int) -> list[Query]:
 def respond(run: Run, queries: list[Query], step: int) -> list[Group]:
     """Line 4: G fresh responses to each prompt, each verified while others are still being sampled."""
     c = run.config
-    graded = evaluation.sample_and_grade(
-        run.sampler,
-        run.judge,
-        lambda ids: run.tokenizer.decode(ids, skip_special_tokens=True),
-        [q.prompt_ids for q in queries],
-        [q.problem for q in queries],
-        run.signals.check,
-        n=c.group_size,
-        max_new_tokens=c.max_new_tokens,
-        temperature=c.temperature,
-        seed=[stream(c.seed, step, q.problem.uid, q.kind) for q in queries],
-    )
+    with run.signals.phase():
+        graded = evaluation.sample_and_grade(
+            run.sampler,
+            run.judge,
+            lambda ids: run.tokenizer.decode(ids, skip_special_tokens=True),
+            [q.prompt_ids for q in queries],
+            [q.problem for q in queries],
+            n=c.group_size,
+            max_new_tokens=c.max_new_tokens,
+            temperature=c.temperature,
+            seed=[stream(c.seed, step, q.problem.uid, q.kind) for q in queries],
+        )
     groups = []
     for query, answers in zip(queries, graded, strict=True):
         attempts, entropies = [], []
@@ -463,24 +464,21 @@ def update(run: Run, groups: list[Group], step: int) -> dict[str, tuple[float, f
         options["lr"] = c.lr * min(1.0, step / max(1, c.warmup_steps))
     parts = [rows_of(groups[m :: c.minibatches], run.ranks, c) for m in range(c.minibatches)]
     if c.minibatches > 1:  # the policy moves between the parts: pi_old is taken once, before the first step
-        parts = [with_old_logprobs(run, rows) for rows in parts]
+        with run.signals.phase():
+            parts = [with_old_logprobs(run, rows) for rows in parts]
     totals: dict[str, tuple[float, float]] = {}
-    for m, rows in enumerate(parts):
-        for name, (value, weight) in optimise(run, rows, interruptible=m == 0).items():
+    for rows in parts:
+        for name, (value, weight) in optimise(run, rows).items():
             before = totals.get(name, (0.0, 0.0))
             totals[name] = (before[0] + value, before[1] + weight)
     return totals | {"lr": (run.optimizer.param_groups[0]["lr"], 1.0)}
 
 
-def optimise(run: Run, rows: list[Row], interruptible: bool) -> dict[str, tuple[float, float]]:
+def optimise(run: Run, rows: list[Row]) -> dict[str, tuple[float, float]]:
     """One optimiser step on `rows` of this rank and those of the others; skipped if nothing is there or not finite."""
     c, parameters = run.config, [p for p in run.policy.parameters() if p.requires_grad]
-    run.optimizer.zero_grad(set_to_none=True)
-    sums = torch.zeros(5, dtype=torch.float64, device=run.ranks.device)  # loss, kl, clipped, ratio and tokens replayed
-    for batch in lm.micro_batches([len(r.prompt_ids) + len(r.response_ids) for r in rows], c.token_budget):
-        if interruptible:
-            run.signals.check()
-        sums += backward(run, [rows[i] for i in batch])
+    with run.signals.phase() if run.whole else contextlib.nullcontext():  # not between two optimiser steps of a batch
+        sums = gradients(run, rows)
     run.ranks.sum_gradients(parameters)
     (n_rows,) = run.ranks.sum([len(rows)])
     if not n_rows:  # nothing to learn from: no gradient, and no weight decay either
@@ -492,9 +490,10 @@ def optimise(run: Run, rows: list[Row], interruptible: bool) -> dict[str, tuple[
     if not finite:
         uids = ", ".join(sorted({r.uid for r in rows}))
         print(f"\nloss {loss}, gradient norm {norm.item()}: step skipped; its queries: {uids}", file=sys.stderr)
-        if run.bad_steps == 10:
+        if run.bad_steps >= 10:
             raise UserError(f"lr = {c.lr}: ten steps in a row had a loss or gradient that is not finite; try a smaller one")
         return {"skipped": (1.0, 1.0)}
+    run.whole = False
     run.optimizer.step()
     _, kl, clipped, ratio, replayed = sums.tolist()
     tokens = sum(len(r.response_ids) for r in rows)
@@ -506,6 +505,28 @@ def optimise(run: Run, rows: list[Row], interruptible: bool) -> dict[str, tuple[
         "grad_norm": (norm.item(), 1.0),
         "skipped": (0.0, 1.0),
     }
+
+
+def gradients(run: Run, rows: list[Row]) -> Tensor:
+    """The gradient of the loss over `rows`, in the parameters' `.grad`; returns its sums [5] as `backward` does.
+
+    Out of memory: all anew with half the token budget, for the pass that failed has added a part of its gradient.
+    """
+    lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rows]
+    for token_budget in (run.config.token_budget, run.config.token_budget // 2):
+        run.optimizer.zero_grad(set_to_none=True)
+        sums = torch.zeros(5, dtype=torch.float64, device=run.ranks.device)
+        try:
+            for batch in lm.micro_batches(lengths, token_budget):
+                sums += backward(run, [rows[i] for i in batch])
+            return sums
+        except torch.OutOfMemoryError:
+            print(f"\nout of memory in a micro-batch of at most {token_budget} tokens", file=sys.stderr)
+        runtime.free_memory(run.ranks.device)
+    raise UserError(
+        f"token_budget = {run.config.token_budget}: out of memory, with half of it too; allowed: a smaller token_budget, "
+        "max_new_tokens or slots, or gradient_checkpointing = true"
+    )
 
 
 def backward(run: Run, rows: list[Row]) -> Tensor:
@@ -544,7 +565,6 @@ def with_old_logprobs(run: Run, rows: list[Row]) -> list[Row]:
     """The rows with pi_old of the current policy where none was recorded."""
     out = list(rows)
     for batch in lm.micro_batches([len(r.prompt_ids) + len(r.response_ids) for r in rows], run.config.token_budget):
-        run.signals.check()
         logp = logprobs(run, run.policy, [rows[i] for i in batch]).cpu().numpy()
         pieces = np.split(logp, np.cumsum([len(rows[i].response_ids) for i in batch])[:-1])
         for i, old in zip(batch, pieces, strict=True):
@@ -556,26 +576,26 @@ def train(config: Config) -> None:
     """Algorithm 1 from the base model to the last evaluation; resumes where the run directory's newest checkpoint ends."""
     with contextlib.ExitStack() as stack:
         run = set_up(config, stack)
-        stack.enter_context(runtime.saved_when_stopped(lambda: save(run)))
-        if run.step == 0 and config.eval_at_start:
-            evaluate(run)
+        stack.enter_context(run.signals.saving(lambda: save(run)))
         bar = stack.enter_context(tqdm(total=run.steps, initial=run.step, unit="step", disable=not run.ranks.main))
-        while run.step < run.steps:
-            run.signals.check_all(run.ranks)
+        while True:
+            if evaluation_due(run):
+                evaluate(run)
+            if run.step == run.steps:
+                break
             step, epoch = run.step + 1, run.step // run.steps_an_epoch + 1  # 1
             start = time.perf_counter()
             run.sampler.load(run.policy)
             groups, sampled = collect(run, batch_of(run, step), epoch, step)  # 2-7
             middle = time.perf_counter()
             learning = update(run, groups, step)  # 8
+            run.whole = False
             for g in sampled:
                 run.buffer.add(g.uid, g.attempts)  # 9
             run.step = step
             log_step(run, bar, epoch, groups, sampled, learning, (middle - start, time.perf_counter() - middle))
-            last = step == run.steps
-            if config.eval_at_end if last else step % config.eval_every == 0:
-                evaluate(run)
-            if last or step % config.save_every == 0:
+            run.whole = True
+            if step == run.steps or step % config.save_every == 0:
                 save(run)
         bar.close()
         if run.ranks.main:
@@ -590,6 +610,10 @@ def batch_of(run: Run, step: int, all_ranks: bool = False) -> list[Problem]:
     return [p for p in batch if all_ranks or run.ranks.owns(p.uid)]
 
 
+def main(argv: Sequence[str]) -> None:
+    train(settings.parse(Config, argv))
+
+
 if __name__ == "__main__":
     with exit_cleanly():
-        train(settings.parse(Config, sys.argv[1:]))
+        main(sys.argv[1:])

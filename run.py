@@ -28,12 +28,13 @@ import checkpoint
 import eval as evaluation
 import model as lm
 import runtime
+import verify
 from errors import UserError
 from problems import Problem, load
 from replay import PLAIN, REFLECTION, ReplayBuffer
 from rollout import Sampler
-from runtime import Ranks, append, json_line, read_jsonl, write_atomically
-from verify import Judge, check
+from runtime import Ranks, append, fsync, json_line, read_jsonl, write_atomically
+from verify import Judge
 
 
 @dataclass
@@ -55,6 +56,9 @@ class Run:
     eval_problems: list[Problem]
     logs: Logs | None = None
     step: int = 0  # finished ones
+    whole: bool = True  # policy, optimiser, buffer and logs are all those of `step`
+    saved: int = 0  # the step of the newest checkpoint
+    evaluated: int = -1  # the step of the last evaluation
     bad_steps: int = 0  # in a row, with a loss or gradient that was not finite
 
     @property
@@ -68,8 +72,12 @@ class Run:
 
 def set_up(c, stack: contextlib.ExitStack) -> Run:
     """Checks everything that the user gave, and only then writes; what it starts, `stack` closes."""
+    if not c.run_dir:
+        raise UserError("run_dir is empty; allowed: --run_dir=runs/NAME, or a --config FILE, which names it")
     ranks = Ranks.start(c.device)
     stack.callback(ranks.stop)
+    signals = runtime.Signals(c.grace_seconds, ranks)
+    stack.callback(signals.close)
     dtype = runtime.pick_dtype(c.dtype, ranks.device)
     folder = checkpoint.to_resume(c)
     fields = {"problem_field": c.problem_field, "answer_field": c.answer_field, "uid_field": c.uid_field}
@@ -91,14 +99,13 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, longest)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
     buffer = ReplayBuffer(c.buffer_per_query, window=4 * c.group_size, min_history=c.min_history)
-    signals = runtime.Signals(c.grace_seconds, alone=ranks.size == 1)
-    stack.callback(signals.close)
     parts = (policy, reference, tokenizer, sampler, optimizer, buffer, judge, signals, problems, prompts, eval_problems)
     run = Run(c, ranks, *parts)
     if folder:
         state = checkpoint.load(folder, policy, optimizer, buffer, ranks)
-        run.step, run.bad_steps = state["step"], state["bad_steps"]
+        run.step, run.bad_steps, run.saved = state["step"], state["bad_steps"], state["step"]
     run.logs = Logs(c, run.step, ranks.main)
+    (run.evaluated,) = ranks.sum([run.logs.evaluated if ranks.main else 0])
     stack.callback(run.logs.close)
     return run
 
@@ -109,7 +116,7 @@ def plain_prompt(problem: Problem, tokenizer, c) -> list[int]:
 
 def usable(problems: list[Problem], prompts: dict[str, list[int]], c) -> list[Problem]:
     """The problems whose reference answer grades itself as right and whose prompt fits; says how many do not."""
-    faults = {} if c.check_answers == "off" else {f.uid: f for f in check(problems) if f.bad}
+    faults = {} if c.check_answers == "off" else {f.uid: f for f in verify.check(problems) if f.bad}
     for fault in list(faults.values())[:3]:
         print(f"{fault.where}: {fault.reason}", file=sys.stderr)
     if faults and c.check_answers == "refuse":
@@ -183,19 +190,20 @@ def sample_record(run: Run, group) -> dict:
     }
 
 
+def evaluation_due(run: Run) -> bool:
+    """Whether the policy as it is has to be evaluated; not where that was done before the run was resumed."""
+    c, step = run.config, run.step
+    asked = c.eval_at_end if step == run.steps else step % c.eval_every == 0 if step else c.eval_at_start
+    return bool(run.eval_problems) and asked and run.evaluated < step
+
+
 def evaluate(run: Run) -> None:
     """A row of its own in metrics.jsonl: pass@1, pass@N, mean tokens, truncated share on the held-out problems."""
     c = run.config
     mine = run.eval_problems[run.ranks.rank :: run.ranks.size]
-    if not run.eval_problems:
-        return
     run.sampler.load(run.policy)
-    with tqdm(total=len(mine) * c.eval_n, unit="answer", desc="eval", leave=False, disable=not run.ranks.main) as bar:
-
-        def progress(sample) -> None:
-            run.signals.check()
-            bar.update()
-
+    bar = tqdm(total=len(mine) * c.eval_n, unit="answer", desc="eval", leave=False, disable=not run.ranks.main)
+    with bar, run.signals.phase():
         answers = evaluation.evaluate(
             run.sampler,
             run.judge,
@@ -207,18 +215,25 @@ def evaluate(run: Run) -> None:
             temperature=c.eval_temperature,
             top_p=c.eval_top_p,
             seed=c.seed,
-            on_finished=progress,
+            on_finished=lambda sample: bar.update(),
         )
     answers = run.ranks.gather(answers)
     if run.ranks.main:
-        run.logs.row({"step": run.step, **evaluation.summary(answers, sorted({1, c.eval_n}))})
         run.logs.answers(run.step, answers)
+        run.logs.row({"step": run.step, **evaluation.summary(answers, sorted({1, c.eval_n}))})
+    run.evaluated = run.step
 
 
 def save(run: Run) -> None:
+    """A checkpoint of the last finished step, unless there is one; nothing where a step has begun to change the run."""
     c, state = run.config, {"step": run.step, "bad_steps": run.bad_steps}
+    if not run.whole or run.step == run.saved:
+        return
+    if run.ranks.main:
+        run.logs.sync()  # the rows of a step are on the disk before its checkpoint is
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)
-    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept)
+    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype)
+    run.saved = run.step
 
 
 def print_result(run: Run) -> None:
@@ -238,6 +253,7 @@ class Logs:
     """metrics.jsonl, samples.jsonl and config.yaml of a run directory; TensorBoard or Weights & Biases where asked for.
 
     Rows of later steps than `step` are cut off, so that a resumed run has each step once. Only the main rank writes.
+    `evaluated` is the step of the last evaluation in it, -1 for none.
     """
 
     def __init__(self, config, step: int, main: bool = True):
@@ -249,11 +265,14 @@ class Logs:
                 from torch.utils.tensorboard import SummaryWriter
             if config.wandb:
                 import wandb
-        self.dir.mkdir(parents=True, exist_ok=True)
+        with runtime.writing(self.dir):
+            self.dir.mkdir(parents=True, exist_ok=True)
         write_atomically(self.dir / "config.yaml", yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
-        for path in (self.dir / "metrics.jsonl", self.dir / "samples.jsonl"):
+        self.files = self.dir / "samples.jsonl", self.dir / "metrics.jsonl"
+        for path in self.files:
             kept = [row for row in read_jsonl(path) if row["step"] <= step] if path.exists() else []
             write_atomically(path, "".join(map(json_line, kept)))
+        self.evaluated = max((row["step"] for row in kept if "eval/pass@1" in row), default=-1)
         if config.tensorboard:
             self.board = SummaryWriter(self.dir / "tensorboard", purge_step=step + 1)
         if config.wandb:
@@ -275,6 +294,10 @@ class Logs:
     def answers(self, step: int, rows: list[dict]) -> None:
         (self.dir / "evals").mkdir(exist_ok=True)
         write_atomically(self.dir / "evals" / f"step_{step:06d}.jsonl", "".join(map(json_line, rows)))
+
+    def sync(self) -> None:
+        for path in self.files:
+            fsync(path)
 
     def close(self) -> None:
         if self.board:

@@ -1,7 +1,8 @@
 """runtime.py: the machine under a run: devices, ranks, files that are never half-written, signals.
 
-    ranks = Ranks.start("auto")                  # one process, or those of torchrun
-    with runtime.saved_when_stopped(save): ...   # SIGTERM and Ctrl-C
+    ranks = Ranks.start("auto")             # one process, or those of torchrun
+    signals = Signals(grace_seconds, ranks)
+    with signals.saving(save): ...          # SIGTERM, Ctrl-C and a crash save the last finished step
 
 Left out: anything that knows what is trained.
 """
@@ -12,16 +13,18 @@ import contextlib
 import json
 import os
 import resource
+import select
 import signal
 import sys
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from errors import UserError
 
@@ -30,16 +33,15 @@ from errors import UserError
 
 def pick_device(name: str) -> torch.device:
     """`auto` is this rank's CUDA card where there is one, else the CPU."""
+    cards = torch.cuda.device_count()
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device = {name!r}: torch sees no CUDA card, allowed here: cpu or auto")
+        name = "cuda" if cards else "cpu"
     if name == "cuda":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-    try:
-        return torch.device(name)
-    except RuntimeError:
-        raise UserError(f"device = {name!r}, allowed: auto, cpu, cuda, cuda:0, ...") from None
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    allowed = ["cpu", *(f"cuda:{i}" for i in range(cards))]
+    if name not in allowed:
+        raise UserError(f"device = {name!r}, allowed on this machine: auto, {', '.join(allowed)}")
+    return torch.device(name)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -60,6 +62,12 @@ def peak_memory_gb(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1) / 1e9
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives cached blocks back to the card, so that smaller ones find room."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -106,9 +114,7 @@ class Ranks:
     def mean(self, pairs: dict[str, tuple[float, float]]) -> dict[str, float | None]:
         """name -> (sum, weight) on each rank becomes name -> sum / weight over all; None where nothing was weighed."""
         sums = self.sum(x for pair in pairs.values() for x in pair)
-        return {
-            name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else None for i, name in enumerate(pairs)
-        }
+        return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else None for i, name in enumerate(pairs)}
 
     def gather(self, rows: list) -> list:
         """The rows of all ranks, on each of them."""
@@ -130,14 +136,25 @@ class Ranks:
 # ------------------------------------------------------------------------------------------------------ files
 
 
+@contextlib.contextmanager
+def writing(what: Path, hint: str = "") -> Iterator[None]:
+    """A full disk, or one that must not be written, becomes a UserError that names what was to be written."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{what}: cannot be written: {reason}{hint}") from error
+
+
 def write_atomically(path: Path, text: str) -> None:
     """The file has the old text or the new one, never a part of it."""
     aside = path.with_name(f".{path.name}.tmp")
-    with open(aside, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(aside, path)
+    with writing(path):
+        with open(aside, "w", encoding="utf-8") as f:
+            f.write(text)
+        fsync(aside)
+        os.replace(aside, path)
+        fsync(path.parent)
 
 
 def json_line(row: dict) -> str:
@@ -145,22 +162,23 @@ def json_line(row: dict) -> str:
 
 
 def append(path: Path, rows: list[dict]) -> None:
-    with open(path, "a", encoding="utf-8") as f:
+    with writing(path), open(path, "a", encoding="utf-8") as f:
         f.write("".join(map(json_line, rows)))
 
 
 def read_jsonl(path: Path) -> list[dict]:
     """The rows of a JSONL log; a last line that a crash cut short is left out."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):  # not splitlines: a response may hold any Unicode line separator
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
+        except ValueError:
             break
     return rows
 
 
 def fsync(path: Path) -> None:
+    """Returns when the file, or the directory's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -172,7 +190,7 @@ def fsync(path: Path) -> None:
 
 
 class Stopped(BaseException):
-    """Raised at a safe point of the step after SIGTERM or Ctrl-C; carries the exit code 143 or 130."""
+    """Raised where a step may be abandoned, by SIGTERM or Ctrl-C; carries the exit code 143 or 130."""
 
     def __init__(self, code: int):
         super().__init__(code)
@@ -180,44 +198,80 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """SIGTERM and Ctrl-C ask the run to stop at its next `check()`; a second one, or `grace_seconds`, ends it at once.
+    """SIGTERM and Ctrl-C: the run abandons the `phase` that it is in, or finishes its step, saves and exits.
 
-    alone: with several ranks all have to stop at the same place, so only `check_all`, between steps, does it.
+    A second signal, or `grace_seconds` after the first, ends the process at once: a thread of its own sees to that, for
+    the main one may be deep in a kernel or a collective call. Before `saving` is entered there is nothing to save, and
+    the first signal ends the run where it is.
     """
 
-    def __init__(self, grace_seconds: float, alone: bool = True):
-        self.grace, self.alone, self.code = grace_seconds, alone, 0
-        self.before = {s: signal.signal(s, self.receive) for s in (signal.SIGTERM, signal.SIGINT)}
+    def __init__(self, grace_seconds: float, ranks: Ranks):
+        self.grace, self.ranks = grace_seconds, ranks
+        self.code, self.begun, self.in_phase = 0, False, False
+        self.arrivals, arrive = os.pipe()  # the C handler writes each signal's number, even while Python is not running
+        os.set_blocking(arrive, False)
+        self.handlers = {s: signal.signal(s, self.receive) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.wakeup, self.arrive = signal.set_wakeup_fd(arrive, warn_on_full_buffer=False), arrive
+        threading.Thread(target=self.watch, name="signals", daemon=True).start()
 
-    def receive(self, number, frame) -> None:
-        if self.code:
-            os._exit(self.code)
+    def receive(self, number: int, frame) -> None:
+        if self.code:  # the second one; `watch` ends the process
+            return
         self.code = 128 + number
-        print(f"\nsignal {number}: stopping; the last finished step is saved", file=sys.stderr)
-        timer = threading.Timer(self.grace, os._exit, (self.code,))
-        timer.daemon = True
-        timer.start()
-
-    def check(self, *_) -> None:
-        """A place where nothing has changed since the last finished step that a checkpoint would hold."""
-        if self.alone and self.code:
+        if not self.begun:
+            sys.exit(self.code)
+        with contextlib.suppress(OSError):  # not print: it may be what the signal interrupted
+            os.write(2, f"\nsignal {number}: stopping; the last finished step will be saved\n".encode())
+        if self.in_phase:
             raise Stopped(self.code)
 
-    def check_all(self, ranks: Ranks) -> None:
-        (most,) = ranks.sum([self.code]) if ranks.size > 1 else (self.code,)
-        if most:
-            raise Stopped(self.code or 128 + signal.SIGTERM)
+    def watch(self) -> None:
+        if number := os.read(self.arrivals, 1):
+            again, _, _ = select.select([self.arrivals], [], [], self.grace)
+            if not again or os.read(self.arrivals, 1):  # an empty read means that `close` was called
+                os._exit(128 + number[0])
+        os.close(self.arrivals)
+
+    def check_all(self) -> None:
+        """Stops all ranks here, or none: between collective calls they must not part."""
+        codes = self.ranks.sum(self.code if r == self.ranks.rank else 0 for r in range(self.ranks.size))
+        if any(codes):
+            raise Stopped(int(max(codes)))
+
+    @contextlib.contextmanager
+    def phase(self) -> Iterator[None]:
+        """Work that changes nothing which a checkpoint holds, without collective calls: a signal ends it anywhere.
+
+        At its end all ranks stop or none.
+        """
+        self.check_all()
+        with contextlib.suppress(Stopped):
+            self.in_phase = True
+            yield
+            self.in_phase = False
+        self.check_all()
+
+    @contextlib.contextmanager
+    def saving(self, save: Callable[[], None]) -> Iterator[None]:
+        """A run that is told to stop within the block saves and exits with the signal's code; one that crashes saves too.
+
+        With several ranks a crash saves nothing: the others wait in a collective call for the one that is gone.
+        """
+        self.begun = True
+        try:
+            yield
+        except Stopped as stop:
+            self.code = stop.code  # of the rank that received it
+            save()
+        except Exception:
+            if self.ranks.size == 1:
+                save()
+            raise
+        if self.code:
+            sys.exit(self.code)
 
     def close(self) -> None:
-        for number, handler in self.before.items():
+        signal.set_wakeup_fd(self.wakeup)
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def saved_when_stopped(save):
-    """A run that is asked to stop within the block saves what it has and exits with the signal's code."""
-    try:
-        yield
-    except Stopped as stop:
-        save()
-        sys.exit(stop.code)
+        os.close(self.arrive)
