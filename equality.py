@@ -1,27 +1,31 @@
 """equality.py: do two written answers mean the same? By kind of answer:
 
-numbers       Exactly the same rational: 1/2 = 0.5 = \\frac{2}{4}, 033 = 33 = 33.0, 1,234 = 1{,}234 = 1\\,234, 4.5e33 =
-              4.5 \\times 10^{33}, 3\\frac12 = 7/2, 0.\\overline{3} = 1/3. No tolerance, relative or absolute.
-approximate   A decimal equals a value that no decimal writes out (1/3, \\sqrt2, \\pi) if it is its rounding to at least
-              six significant digits. In `a \\approx b` what counts is a; in a reference, either.
-formulas      The same value at every point (latex.py); letters are case-sensitive, and each is an unknown of its own.
-percent       A reference of 50\\% takes 50\\%, 50, 0.5 and 1/2. A percent sign that the reference lacks divides by 100.
-units         Left out on either side they do not count; on both sides they must be the same. There is no conversion. Only
-              words and roman letters are units: in 5t, 2ab, 7c the letters are unknowns. Dollars, degrees are units.
-lists         The same number of members, each equal to another, in any order; commas, semicolons, "and", "or", braces of a
-              set and \\pm make lists. Members of a union of sets are those of all its parts.
-tuples        Same brackets, same length, same order; so (0,1), [0,1) and 01 all differ. The parentheses of one tuple may be
-              left out, or put around a list. A set is no tuple.
-intervals     As tuples: each end and each bracket. x > 3 and 2 \\le x < 5 equal their intervals.
-equations     `name = value` equals the value, or the same name with that value; x = 5 is not y = 5. A chain counts as its last
-              value if it holds. Other equations are equal if they differ by a constant factor: y = 2x+1 and 2x-y+1 = 0. One
-              side alone is not the equation. Inequalities are equal side by side, in either direction.
-matrices      The same shape, entry by entry. Ratios: member by member. Numerals with a base: digit by digit.
-text          The same words, whatever their case, font and punctuation. No synonyms, no part of the words.
-choices       A reference that is one capital letter takes that letter, in parentheses or before its option's text:
-              (C) 12, C: the median. Two letters are none.
+numbers       Exactly the same rational: 1/2 = 0.5 = \\frac{2}{4}, 033 = 33 = 33.0, 1,234 = 1{,}234 = 1\\,234,
+              4.5e33 = 4.5 \\times 10^{33}, 3\\frac12 = 7/2, 0.\\overline{3} = 1/3. No tolerance of any sort.
+approximate   A decimal equals a value that no decimal writes out (1/3, \\sqrt2, \\pi) if it is its rounding to six
+              significant digits or more. Of `a \\approx b` in a response a counts; in a reference, either does.
+formulas      The same value at every point (latex.py). Letters are unknowns, case matters, each is its own.
+percent       A reference of 50\\% takes 50\\%, 50, 0.5 and 1/2. A percent sign that the reference lacks divides
+              by 100.
+units         Left out on either side they do not count; on both sides they must be the same, without conversion.
+              Only words and roman letters are units: in 5t, 2ab, 7c the letters are unknowns. Dollars and degrees
+              are units too.
+lists         As many members, each equal to another, in any order. Commas, semicolons, "and", "or", the braces of a
+              set and \\pm make lists; the members of a union of sets are those of its parts.
+tuples        The same brackets and length, and the same order: (0,1), [0,1), (1,0) and 01 all differ. Around one
+              tuple or list parentheses may be missing, or added. A set is no tuple.
+intervals     As tuples: both ends and both brackets. x > 3 and 2 \\le x < 5 equal their intervals.
+equations     `name = value` equals the value, or the same name with that value; x = 5 is not y = 5. A chain counts
+              as its last value, if it holds. Other equations may differ by a constant factor (y = 2x+1 is
+              2x-y+1 = 0), and one side of them is not the equation. Inequalities are equal side by side, read in
+              either direction.
+matrices      The same shape, entry by entry. Ratios and residues: part by part. Numerals with a base: as written.
+text          The same words, whatever their case, font and punctuation; no synonyms, no part of the words.
+choices       A reference that is one capital letter takes that letter, in parentheses or before the text of its
+              option: (C) 12, C: the median. Two letters are none.
 
 A full stop or comma at the end, dollar signs, fonts, spacing and sizes never count. Nothing equals an empty answer.
+Where training would exploit a doubt, the doubt is a no.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from latex import (
     tokens,
     uses_i,
     value,
+    vocabulary,
 )
 
 Algebra = Callable[[str, str], bool]
@@ -55,18 +60,22 @@ MAX_PAIRED = 50  # members of a list that are compared by value; more must be sp
 
 RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in", "\\equiv", "\\sim"}
 MIRRORED = {">": "<", "\\ge": "\\le"}
-NOT_IN_NAMES = RELATIONS | {"+", "-", "*", "^", "|", "!", "%", "\\sqrt", "\\pi", "\\infty", "\\pm", "\\pmod"}
-FOR_ALGEBRA = {"\\sum", "\\prod", "\\int", "\\lim", "\\setminus", "\\cap", "\\partial", "\\det"}
+NOT_IN_NAMES = RELATIONS | {"+", "-", "*", "^", "!", "%", "\\sqrt", "\\pi", "\\infty", "\\pm", "\\pmod"}
+FOR_ALGEBRA = {"\\sum", "\\prod", "\\int", "\\lim", "\\setminus", "\\cap", "\\det"}
 CURRENCY = {"$", "€", "£", "¥"}
 UNIT_NAMES = {
-    "degree": "°", "degrees": "°", "deg": "°", "percent": "%", "per cent": "%", "percentage": "%", "dollars": "$", "dollar": "$",
-    "hour": "h", "hours": "h", "hr": "h", "hrs": "h", "minutes": "min", "minute": "min", "mins": "min", "seconds": "s",
-    "second": "s", "sec": "s", "secs": "s", "meters": "m", "meter": "m", "metres": "m", "metre": "m", "centimeters": "cm",
-    "centimeter": "cm", "centimetres": "cm", "kilometers": "km", "kilometres": "km", "kilograms": "kg", "kilogram": "kg",
-    "grams": "g", "gram": "g", "inches": "in", "inch": "in", "feet": "ft", "foot": "ft", "miles per hour": "mph",
+    "degree": "°", "degrees": "°", "deg": "°", "percent": "%", "per cent": "%", "percentage": "%",
+    "dollar": "$", "dollars": "$", "hour": "h", "hours": "h", "hr": "h", "hrs": "h", "minute": "min", "minutes": "min",
+    "mins": "min", "second": "s", "seconds": "s", "sec": "s", "secs": "s", "meter": "m", "meters": "m", "metre": "m",
+    "metres": "m", "centimeter": "cm", "centimeters": "cm", "centimetres": "cm", "kilometers": "km", "kilometres": "km",
+    "gram": "g", "grams": "g", "kilogram": "kg", "kilograms": "kg", "inch": "in", "inches": "in", "foot": "ft",
+    "feet": "ft", "miles per hour": "mph",
 }  # fmt: skip
 ANNOUNCEMENT = r'"?(the )?(final )?answer( is)?:?'
-NO_UNIT = set("not no wrong or and is are if than least most less more about between of answer except either the".split())
+NO_UNIT = vocabulary(
+    "not no wrong or and is are if than least most less more about between of answer except either the "
+    "approximately maybe perhaps probably possibly"
+)
 CHOICE = re.compile(r"\(?\s?([A-Z])\s?(?:\)|(?=$|[:.]))[:.)]?\s*(.*)", re.DOTALL)
 
 
@@ -151,6 +160,7 @@ def spelled(found: Tokens) -> str:
 
 # 1. Kind by kind
 
+
 def same(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
     """Whether two answers are equal: the first kind that either of them is decides."""
     if not given or not reference:
@@ -196,7 +206,7 @@ def is_text(found: Tokens) -> bool:
 
 def plain_words(found: Tokens) -> str:
     text = " ".join(token.lstrip('"') for token in found).casefold().replace(" - ", "-")
-    return " ".join(re.findall(r"\w+|-(?=\w)", text))
+    return " ".join(re.findall(r"\w+|-", text))
 
 
 def approximated(given: Tokens, reference: Tokens, algebra: Algebra | None) -> list | None:
@@ -228,6 +238,7 @@ def all_of(verdicts) -> bool | None:
 
 # 2. Lists, sets, tuples, intervals, matrices, ratios
 
+
 def members(found: Tokens) -> list[Tokens]:
     """The members of a list, a set or a union; an answer that is none of these is its own only member."""
     found = strip(found)
@@ -241,11 +252,15 @@ def members(found: Tokens) -> list[Tokens]:
         parts = [part for part in parts if part]
         names = [split(part, "=", "\\in") for part in parts]
         if len(names[0]) == 2 and is_name(names[0][0]) and all(len(name) == 1 for name in names[1:]):
-            parts[0] = names[0][1]  # n = 2, 3, 4
+            parts = [parts[0], *([*names[0][0], "=", *part] for part in parts[1:])]  # n = 2, 3, 4
         return [member for part in parts for member in signs(part)]
     name, *value = split(found, "=", "\\in")
-    if len(value) == 1 and is_name(name) and (value[0][:1] == ["\\{"] or "\\pm" in value[0] or value[0] == ["\\emptyset"]):
-        return members(value[0])
+    if (
+        len(value) == 1
+        and is_name(name)
+        and (value[0][:1] == ["\\{"] or "\\pm" in value[0] or value[0] == ["\\emptyset"])
+    ):
+        return [[*name, "=", *member] for member in members(value[0])]
     if found[0] == "\\{" and enclosed([*found]):
         inside = strip(found[1:-1])
         return [member for part in split(inside, ",", ";") for member in signs(strip(part))] if inside else []
@@ -382,6 +397,7 @@ def same_ratios(given: Tokens, reference: Tokens, algebra: Algebra | None):
 
 # 3. Equations and inequalities
 
+
 def chain(found: Tokens) -> tuple[list[Tokens], list[str]]:
     """Sides and relations of `a < b = c`, with > turned round so that only < and \\le remain."""
     sides: list[Tokens] = [[]]
@@ -408,7 +424,7 @@ def is_name(found: Tokens, sums: bool = False) -> bool:
         if token == "_" or (token == "(" and position):
             position = argument_end(found, position + (token == "_"))
             continue
-        if is_number(token) or token in NOT_IN_NAMES - ({"+", "-"} if sums else set()):
+        if is_number(token) or token in NOT_IN_NAMES - ({"+", "-"} if sums and position else set()):
             return False
         letters += token.isalpha() or token[0] in '"\\'
         position += 1
@@ -445,9 +461,8 @@ def same_chains(given: Tokens, reference: Tokens, algebra: Algebra | None):
         if set(wanted) <= equals and all(is_name(side) for side in right[:-1]):
             return same(given, right[-1], algebra)
         return False
-    if between == wanted == ["="] and is_name(left[0]) and is_name(right[0]):
-        if spelled(left[0]) == spelled(right[0]):
-            return same(left[1], right[1], algebra)
+    if between == wanted == ["="] and is_name(left[0]) and spelled(left[0]) == spelled(right[0]):
+        return same(left[1], right[1], algebra)
     if between != wanted and (described := interval(given)) and (expected := interval(reference)):
         return described[0] == expected[0] and same(described[1], expected[1], algebra)
     if between == wanted and len(left) == len(right):
@@ -472,6 +487,7 @@ def proportional(left: list[Tokens], right: list[Tokens], signed: bool) -> bool:
 
 # 4. Quantities: a value and perhaps a unit
 
+
 def same_quantities(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
     (left, unit), (right, wanted) = quantity(given), quantity(reference)
     if unit and wanted:
@@ -492,7 +508,9 @@ def quantity(found: Tokens) -> tuple[Tokens, str]:
         return (found[:-1], found[-1]) if found[-1] != "'" or is_number(found[-2]) else (found, "")
     start = next((position for position, token in enumerate(found) if token[0] == '"'), 0)
     tail = found[start:]
-    if not start or any(token[0] != '"' and token not in ("/", "^", "{", "}", "-", "*", ".") and not token.isdigit() for token in tail):
+    if not start or any(
+        token[0] != '"' and token not in ("/", "^", "{", "}", "-", "*", ".") and not token.isdigit() for token in tail
+    ):
         return found, ""
     unit = " ".join(token.lstrip('"').strip() for token in tail if token not in "{}.").strip(" .")
     words = re.findall(r"[a-z]+", unit.lower())
@@ -509,7 +527,9 @@ def unit_name(unit: str) -> str:
         if unit.lower().startswith(word):
             unit, power = unit[len(word) :], exponent
     parts = re.split(r"([/*^ ])", unit + power)
-    return UNIT_NAMES.get(unit.lower() + power) or "".join(UNIT_NAMES.get(part.lower(), part.removesuffix("s") if len(part) > 3 else part) for part in parts)
+    return UNIT_NAMES.get(unit.lower() + power) or "".join(
+        UNIT_NAMES.get(part.lower(), part.removesuffix("s") if len(part) > 3 else part) for part in parts
+    )
 
 
 def same_values(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
@@ -519,10 +539,7 @@ def same_values(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bo
     try:
         left, right = parse(given), parse(reference)
         a, b = exact(left), exact(right)
-        if a is not None and b is not None:
-            equal = a == b
-        else:
-            equal = same_value(left, right)
+        equal = a == b if a is not None and b is not None else same_value(left, right)
         return equal or rounds(given, right, b) or rounds(reference, left, a) or equal
     except TooLarge:
         return False
@@ -553,7 +570,10 @@ def rounds(found: Tokens, tree: tuple, rational: Fraction | None) -> bool:
 
 
 def by_algebra(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
-    """The verdict on formulas beyond latex.py; it knows no words, and without its constructs there is nothing to ask."""
-    if not FOR_ALGEBRA & {*given, *reference} or any(token[0] == '"' for token in (*given, *reference)):
+    """The verdict on formulas beyond latex.py. The algebra knows no words, and takes x for X; where neither side
+    has a construct that is its own, there is nothing to ask."""
+    letters = {token for token in (*given, *reference) if token.isalpha()}
+    words = any(token[0] == '"' for token in (*given, *reference))
+    if words or not FOR_ALGEBRA & {*given, *reference} or len({letter.lower() for letter in letters}) < len(letters):
         return False
     return algebra(" ".join(given), " ".join(reference)) if algebra else None

@@ -1,18 +1,18 @@
-"""latex.py: reads a formula as people and models write it (LaTeX, plain text, or a mixture) and computes what it is worth.
+"""latex.py: reads a formula as people and models write it (LaTeX, plain text, or a mixture), and computes its worth.
 
-    tokens(text)  -> list of tokens     spacing, fonts and delimiter sizes are gone; words are one token each: '"cm'
-    parse(tokens) -> tree               nested tuples; Unreadable for what the grammar below does not know
-    exact(tree)   -> Fraction           for rational arithmetic; None for anything else
-    same_value(tree, tree) -> bool | None       for all other formulas, at points where both are defined
+    tokens(text)        -> list of tokens    without spacing, fonts and delimiter sizes; a word is one token: '"cm'
+    parse(tokens)       -> tree              nested tuples; Unreadable if the grammar below does not know it
+    exact(tree)         -> Fraction | None   rational arithmetic; None if anything else takes part
+    same_value(a, b)    -> bool | None       all other formulas, compared at points where both are defined
 
-Nothing here simplifies, and nothing runs long: text has a length and a depth, integers have a number of bits, and every
-intermediate value has a magnitude, beyond which TooLarge is raised. Formulas are evaluated with 60 digits at a few real and a
-few whole points; they are the same if they agree to 45 digits at each. Distinct formulas that agree that far do not occur by
-accident, and whoever constructs them knows the answer.
+Nothing here simplifies, and nothing runs long: there is a limit on the length and depth of a text, the atoms of a
+formula, the bits of an integer and the size of every intermediate value (Unreadable and TooLarge). Formulas are
+evaluated to 60 digits at a few real and a few whole points; they are the same if they agree to 45 digits at each.
+Different formulas do not agree that far by accident, and whoever can construct such a pair knows the answer.
 
-Readings that could be argued about: 2^10 is 1024; \\frac12 is a half; 3\\frac12 and 3 1/2 are mixed numbers, any other two
-numbers side by side are nothing; a/bc is (a/b)c; \\log has a base that nobody gave, so \\log 100 is not 2; e and i are the
-constants; I(0), f(x) are names, not products; no letter is taken for another, nor upper case for lower.
+Readings that could be argued about: 2^10 is 1024; \\frac12 is a half; 3\\frac12 and 3 1/2 are mixed numbers, any
+other two numbers side by side are nothing; a/bc is (a/b)c; \\log has a base that nobody gave, so \\log 100 is not 2;
+e and i are the constants; I(0) and f(x) are names, not products; x is never X.
 """
 
 from __future__ import annotations
@@ -43,41 +43,49 @@ class TooLarge(Unreadable):
 
 # 1. Tokens
 
+
+def vocabulary(words: str) -> set[str]:
+    return set(words.split())
+
+
 UNICODE = str.maketrans({
     "−": "-", "–": "-", "﹣": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "∗": "*", "÷": "/", "⁄": "/",
     "π": "\\pi ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "γ": "\\gamma ", "λ": "\\lambda ", "μ": "\\mu ",
     "φ": "\\phi ", "ω": "\\omega ", "σ": "\\sigma ", "Δ": "\\Delta ", "√": "\\surd ", "∞": "\\infty ", "°": "\\degree ",
-    "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ",
-    "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "²": "^2 ", "³": "^3 ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
+    "ℝ": "\\mathbb{R}", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ",
+    "∈": "\\in ", "∅": "\\emptyset ", "²": "^2 ", "³": "^3 ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
     "′": "'", "’": "'", "％": "%", "，": ",", "\u200b": "", "\u2009": " ", "\u202f": " ", "\xa0": " ",
 })  # fmt: skip
 
 SPELLINGS = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
-    "\\leq": "\\le", "\\leqslant": "\\le", "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<", "\\gt": ">",
-    "\\cdot": "*", "\\times": "*", "\\ast": "*", "\\div": "/", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[",
+    "\\leq": "\\le", "\\leqslant": "\\le", "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<",
+    "\\gt": ">", "\\cdot": "*", "\\times": "*", "\\ast": "*", "\\div": "/", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[",
     "\\rbrack": "]", "\\lvert": "|", "\\rvert": "|", "\\vert": "|", "\\mid": "|", "\\varnothing": "\\emptyset",
-    "\\%": "%", "\\$": "$", "\\colon": ":", "\\bmod": "\\pmod", "\\mod": "\\pmod", "\\dots": "\\ldots", "\\cdots": "\\ldots", "\\degree": "°", "\\prime": "'",
+    "\\%": "%", "\\$": "$", "\\colon": ":", "\\bmod": "\\pmod", "\\mod": "\\pmod",
+    "\\dots": "\\ldots", "\\cdots": "\\ldots", "\\degree": "°", "\\prime": "'",
     "\\lparen": "(", "\\rparen": ")", "\\thinspace": "", "\\approxeq": "\\approx", "\\simeq": "\\approx", "\\land": ",",
     "\\lor": ",", "\\wedge": ",", "\\vee": ",", "\\&": ",", "\\tg": "\\tan", "\\ctg": "\\cot", "\\varphi": "\\phi",
     "\\varepsilon": "\\epsilon", "\\hbox": "", "\\boxed": "", "\\fbox": "", "\\#": "",
 }  # fmt: skip
 
-IGNORED = set(
-    "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle scriptstyle "
-    "limits nolimits quad qquad mathbf boldsymbol bm mathit mathsf mathtt mathcal mathnormal bf rm it normalsize large "
-    "Large text textbf textit textrm textsf mbox mathrm operatorname operatorname* emph underline allowbreak "
-    "nonumber hfill hspace vspace phantom, enspace".split()
+IGNORED = vocabulary(
+    "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle "
+    "textstyle scriptstyle limits nolimits quad qquad mathbf boldsymbol bm mathit mathsf mathtt mathcal "
+    "mathnormal bf rm it normalsize large Large text textbf textit textrm textsf mbox mathrm operatorname "
+    "operatorname* emph underline allowbreak nonumber hfill enspace"
 )
-FUNCTIONS = set(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh coth ln log lg exp sqrt max min gcd lcm floor ceil".split()
+FUNCTIONS = vocabulary(
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh coth ln log lg exp sqrt max min gcd lcm floor ceil"
 )
-GREEK = set(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
-    "Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar odot angle triangle".split()
+GREEK = vocabulary(
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi "
+    "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar odot angle triangle partial nabla"
 )
-ACCENTS = set("vec hat bar overline dot ddot tilde widehat overrightarrow mathbb".split())
-WORDS = set("yes no true false none odd even all undefined".split())
+ACCENTS = vocabulary("vec hat bar overline dot ddot tilde widehat overrightarrow mathbb")
+MATRICES = {"pmatrix", "bmatrix", "matrix", "array", "smallmatrix", "Bmatrix"}  # one thing, bracketed variously
+LAYOUTS = {"aligned", "align", "gathered", "gather", "equation", "split", "center"}
+WORDS = vocabulary("yes no true false none odd even all undefined")
 
 GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\\!\s{0,3}|\\[, ;!]|~| )\d{3})+(?![\d/])")
 LEXER = re.compile(
@@ -121,8 +129,8 @@ def tokens(text: str) -> list[str]:
             result.append("'")
         elif kind == "environment":
             name = re.search(r"\{([a-zA-Z]+)", found)[1]
-            matrix = name in ("pmatrix", "bmatrix", "matrix", "array", "smallmatrix", "Bmatrix")
-            result.append(found[: found.index("{")].strip() + ":" + ("matrix" if matrix else name))
+            name = "matrix" if name in MATRICES else name
+            result += [] if name in LAYOUTS else [found[: found.index("{")].strip() + ":" + name]
         elif kind == "relation":
             result.append({"<=": "\\le", ">=": "\\ge", "!=": "\\ne"}.get(found, found))
         elif kind == "command" and found[1:] not in IGNORED:
@@ -149,6 +157,9 @@ def word(text: str, roman: bool = False) -> list[str]:
         return ["\\" + text]
     if roman and text in ("e", "i", "d", "x", "y", "z"):
         return [text]
+    counted = re.fullmatch(r"(-?[\d.,]+)\s?([A-Za-z][^\d]*)", text)
+    if counted:
+        return [*tokens(counted[1]), '"' + counted[2]]
     if re.search(r"\d", text) or "\\" in text or "$" in text:
         return tokens(text) if re.fullmatch(r"[^A-Za-z]*", text) else ['"' + text]
     if text.lower() in ("infinity", "inf"):
@@ -157,7 +168,7 @@ def word(text: str, roman: bool = False) -> list[str]:
 
 
 def run(letters: str, apart: bool) -> list[str]:
-    """Tokens of letters that stand together outside \\text: a function, a conjunction, a word, or a product of letters."""
+    """Tokens of letters that stand together outside \\text: a function, a conjunction, a word, or a product."""
     if letters in FUNCTIONS or letters == "pi":
         return ["\\" + letters]
     if letters in ("and", "or"):
@@ -169,8 +180,11 @@ def run(letters: str, apart: bool) -> list[str]:
     return list(letters)
 
 
-UNITS = set("cm mm km kg mg ml mL min sec hr hrs deg mph ft lb oz".split())
-OPENERS, CLOSERS = {"(", "[", "{", "\\{", "\\lfloor", "\\lceil", "\\langle"}, {")", "]", "}", "\\}", "\\rfloor", "\\rceil", "\\rangle"}
+UNITS = vocabulary("cm mm km kg mg ml mL min sec hr hrs deg mph ft lb oz")
+OPENERS, CLOSERS = (
+    {"(", "[", "{", "\\{", "\\lfloor", "\\lceil", "\\langle"},
+    {")", "]", "}", "\\}", "\\rfloor", "\\rceil", "\\rangle"},
+)
 
 
 def depth(found: list[str]) -> int:
@@ -186,9 +200,10 @@ def depth(found: list[str]) -> int:
 
 # 2. Grammar
 
+
 def parse(found: list[str]) -> tuple:
-    """The tree of a formula: ("number", Fraction), ("name", str), ("sum" | "product", tree, ...), ("power", tree, tree),
-    ("call", function, tree, ...)."""
+    """The tree of a formula: ("number", Fraction), ("name", str), ("sum" | "product", tree, ...),
+    ("power", tree, tree), ("call", function, tree, ...)."""
     parser = Parser(list(found))
     tree = parser.whole()
     if parser.at != len(parser.found):
@@ -433,8 +448,9 @@ def literal(token: str) -> Fraction:
 
 # 3. Values
 
+
 def exact(tree: tuple) -> Fraction | None:
-    """The value of rational arithmetic (factorials, binomials, floors included); None where anything else takes part."""
+    """The value of rational arithmetic (factorials, binomials, floors included); None if anything else takes part."""
     kind, *parts = tree
     if kind == "number":
         return bounded(parts[0])
@@ -516,10 +532,10 @@ def arithmetic():
 
 
 def point(name: str, number: int):
-    """What an unknown is worth at the point of that number: 0-2 positive, 3 negative, 4-5 of either sign, then whole."""
-    if number >= 6:
-        return arithmetic().mpf(number - 4 + zlib.crc32(name.encode()) % 5)
+    """What an unknown is worth at that point: 0-2 are positive, 3 negative, 4-5 of either sign, the others whole."""
     draw = zlib.crc32(f"{number} {name} {number}".encode())
+    if number >= 6:
+        return arithmetic().mpf(1 + (draw >> 9) % (12 if number < 9 else 60))
     size = arithmetic().mpf(3 + draw % 99991) / 50021 + arithmetic().mpf(1) / 7
     return -size if number == 3 or (number > 3 and draw >> 20 & 1) else size
 
@@ -638,17 +654,18 @@ def call(function: str, values: list):
     if function in ("max", "min", "floor", "ceil"):
         if any(v.imag != 0 for v in values):
             raise ValueError(function)
-        return {"max": max, "min": min, "floor": mp.floor, "ceil": mp.ceil}[function](*(v.real for v in values))
+        real = [v.real for v in values]
+        return {"max": max, "min": min}[function](real) if function[0] == "m" else getattr(mp, function)(real[0])
     if function == "ln" and x == 0:
         raise ValueError(function)
     result = {
-        "abs": abs, "ln": mp.ln, "sin": mp.sin, "cos": mp.cos, "tan": mp.tan, "cot": mp.cot, "sec": mp.sec, "csc": mp.csc,
-        "arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "arccot": mp.acot, "arcsec": mp.asec, "arccsc": mp.acsc,
-        "sinh": mp.sinh, "cosh": mp.cosh, "tanh": mp.tanh, "coth": mp.coth,
+        "abs": abs, "ln": mp.ln, "sin": mp.sin, "cos": mp.cos, "tan": mp.tan, "cot": mp.cot, "sec": mp.sec,
+        "csc": mp.csc, "arcsin": mp.asin, "arccos": mp.acos, "arctan": mp.atan, "arccot": mp.acot, "arcsec": mp.asec,
+        "arccsc": mp.acsc, "sinh": mp.sinh, "cosh": mp.cosh, "tanh": mp.tanh, "coth": mp.coth,
     }.get(function)  # fmt: skip
     if result is None:
         raise Unreadable(function)
-    return add(result(x), mp.mpf(0)) if function not in ("sin", "cos", "tan") else round_zero(result(x))
+    return round_zero(result(x)) if function in ("sin", "cos", "tan", "cot") else result(x)
 
 
 def round_zero(x):

@@ -63,9 +63,7 @@ START_LIMIT = 120.0  # seconds for a worker to import sympy on a busy machine
 BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,20}\{|\\(?:\\(?!boxed|fbox)|[{}])|[{}]")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).){0,500}?)</answer>", re.DOTALL)
 MARKED = re.compile(r"^####[ \t]*(\S[^\n]{0,500})$", re.MULTILINE)
-WORDED = re.compile(
-    r"\banswer(?:\*\*)?(?:[ \t]+is\b[ \t]*:?|[ \t]*:)(?:\*\*)?[ \t]*([^\n]{1,500})", re.IGNORECASE
-)
+WORDED = re.compile(r"\banswer(?:\*\*)?(?:[ \t]+is\b[ \t]*:?|[ \t]*:)(?:\*\*)?[ \t]*([^\n]{1,500})", re.IGNORECASE)
 
 
 def extract(response: str) -> str | None:
@@ -77,7 +75,7 @@ def extract(response: str) -> str | None:
     for pattern in (TAGGED, MARKED, WORDED):
         found = pattern.findall(visible[-4000:])
         if found:
-            return found[-1].strip().strip("*").removesuffix(".") or None
+            return found[-1].lstrip("* ").rstrip("*. ") or None
     return None
 
 
@@ -101,6 +99,7 @@ def last_box(text: str) -> tuple[bool, str | None]:
 
 
 # 2. The judge
+
 
 class Judge:
     """Grades answers, those that need algebra in worker processes.
@@ -229,6 +228,7 @@ def grade(response: str, answer: str | Sequence[str]) -> bool:
 
 # 3. The worker process
 
+
 class Worker:
     """The parent's end of one worker process; for one thread at a time."""
 
@@ -315,6 +315,7 @@ def algebra(given: str, reference: str) -> bool:
 
 
 # 4. Reference answers that are unfit
+
 
 @dataclass(frozen=True)
 class Fault:
