@@ -1,0 +1,57 @@
+"""pass@k, and the command line of eval.py on a small folder."""
+
+import itertools
+import json
+
+import pytest
+
+import eval as evaluation
+from errors import UserError
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
+    for n, c, k in [(5, 2, 1), (5, 2, 3), (6, 1, 6), (4, 0, 2), (4, 4, 3)]:
+        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+        assert evaluation.pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_of_one_sample_each_is_the_mean_accuracy():
+    assert evaluation.pass_at_k(16, 4, 1) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("n, c, k", [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
+def test_pass_at_k_refuses_what_cannot_be(n, c, k):
+    with pytest.raises(ValueError):
+        evaluation.pass_at_k(n, c, k)
+
+
+def test_a_summary_weighs_problems_equally():
+    answers = [{"uid": u, "correct": c, "tokens": t, "finished": f} for u, c, t, f in [
+        ("a", True, 4, True), ("a", False, 6, True), ("b", False, 10, False), ("b", False, 20, False)]]
+    assert evaluation.summary(answers, [1, 2]) == {
+        "eval/pass@1": 0.25, "eval/pass@2": 0.5, "eval/tokens": 10.0, "eval/truncated": 0.5}
+
+
+def test_the_command_line_writes_every_answer(model_folder, problem_file, tmp_path, capsys):
+    out = tmp_path / "answers.jsonl"
+    args = ["--model", model_folder, "--data", problem_file, "--n", 2, "--k", 1, 2, "--max-new-tokens", 12, "--out", out]
+    evaluation.main([str(a) for a in args])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 16 and {r["uid"] for r in rows} == {f"q{i}" for i in range(8)}
+    assert set(rows[0]) == {"uid", "sample", "correct", "tokens", "finished", "response"}
+    assert "pass@1" in (printed := capsys.readouterr().out) and "pass@2" in printed
+
+
+def test_the_same_seed_gives_the_same_answers_whatever_the_other_problems(model_folder, problem_file, tmp_path):
+    def answers(*more):
+        out = tmp_path / "out.jsonl"
+        args = ["--model", model_folder, "--data", problem_file, "--n", 1, "--max-new-tokens", 8, "--out", out, *more]
+        evaluation.main([str(a) for a in args])
+        return [json.loads(line)["response"] for line in out.read_text().splitlines()]
+
+    assert answers()[:3] == answers("--limit", 3)
+
+
+def test_more_k_than_samples_is_refused(model_folder, problem_file):
+    with pytest.raises(UserError, match="--k 4 needs at least as many samples"):
+        evaluation.main(["--model", str(model_folder), "--data", str(problem_file), "--n", "2", "--k", "4"])

@@ -1,0 +1,166 @@
+"""Rewards and what makes a group informative (SPEC sections 2 and 5): outcome, ranking, recall, reflection prompts."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import byte_tokenizer, fresh_group
+
+import r3
+from replay import ReplayBuffer
+
+C = r3.Config()
+
+
+def truncated(group: r3.Group) -> r3.Group:
+    """The same group, none of whose responses finished."""
+    return replace(group, attempts=tuple(replace(a, finished=False, correct=False) for a in group.attempts))
+
+
+# ---- outcome reward --------------------------------------------------------------------------------------------------
+
+
+def test_a_right_answer_earns_more_the_shorter_it_is():
+    rewards = [r3.outcome_reward(True, True, length, C) for length in (1, 16384, 32768, 40000)]
+    assert rewards == pytest.approx([2 - 1 / 32768, 1.5, 1.0, 1.0])
+
+
+def test_a_truncated_response_is_never_right():
+    assert r3.outcome_reward(True, False, 100, C) == 0.0
+    assert r3.outcome_reward(False, True, 100, C) == 0.0
+
+
+def test_without_the_length_reward_the_outcome_is_binary():
+    assert r3.outcome_reward(True, True, 100, replace(C, length_reward=0.0)) == 1.0
+
+
+def test_the_overlong_penalty_falls_from_0_to_minus_1_at_the_budget():
+    c = replace(C, length_reward=0.0, max_new_tokens=100, overlong_tokens=20)
+    assert [r3.outcome_reward(False, True, n, c) for n in (80, 90, 100)] == pytest.approx([0.0, -0.5, -1.0])
+
+
+# ---- ranking ---------------------------------------------------------------------------------------------------------
+
+
+def test_peak_and_global_are_means_of_the_largest_and_of_all():
+    H = np.array([0.1, 2.0, 0.3, 1.0, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2])
+    assert r3.peak_and_global(H, 0.2) == pytest.approx((1.5, H.mean()))
+    assert r3.peak_and_global(H[:3], 0.2) == pytest.approx((2.0, 0.8))  # at least one position
+
+
+def test_high_peaks_and_a_low_mean_win():
+    rewards = r3.serr(peak=[3.0, 2.0, 1.0], glob=[0.1, 0.2, 0.3], r_max=0.5)
+    assert rewards.tolist() == pytest.approx([0.5, 0.25, 0.0])
+
+
+def test_dominance_needs_both_the_higher_peak_and_the_lower_mean():
+    assert r3.serr([3.0, 2.0], [0.3, 0.2], 0.5).tolist() == [0.25, 0.25]
+    assert r3.serr([3.0, 2.0], [0.2, 0.2], 0.5).tolist() == [0.25, 0.25]
+
+
+def test_ties_share_the_mean_of_their_ranks():
+    rewards = r3.serr([3.0, 1.0, 1.0, 0.5], [0.1, 0.3, 0.3, 0.4], 0.6)  # S = 3, 1, 1, 0
+    assert rewards.tolist() == pytest.approx([0.6, 0.3, 0.3, 0.0])
+
+
+def test_an_all_tied_group_gets_equal_rewards_and_no_signal():
+    rewards = r3.serr([1.0] * 5, [1.0] * 5, 0.5)
+    assert (r3.group_advantages(rewards, 1.0, 1e-4) == 0).all()
+
+
+def test_ranking_is_permutation_equivariant():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        peak, glob = torch.rand(7, generator=generator).round(decimals=1), torch.rand(7, generator=generator)
+        order = torch.randperm(7, generator=generator)
+        torch.testing.assert_close(r3.serr(peak, glob, 0.5)[order], r3.serr(peak[order], glob[order], 0.5))
+
+
+def test_one_sample_has_no_rank_and_none_is_no_error():
+    assert r3.serr([2.0], [1.0], 0.5).tolist() == [0.0]
+    assert r3.serr([], [], 0.5).tolist() == []
+
+
+def test_ranking_never_lifts_a_failure_to_a_success():
+    generator = torch.Generator().manual_seed(1)
+    rewards = r3.serr(torch.rand(9, generator=generator), torch.rand(9, generator=generator), C.r_max)
+    assert 0 <= rewards.min() and rewards.max() <= C.r_max < r3.outcome_reward(True, True, 10**9, C)
+
+
+def test_only_truncated_responses_of_an_all_wrong_group_are_ranked():
+    wrong = truncated(fresh_group("a", [False] * 4, seed=1))
+    finished = replace(wrong, attempts=(replace(wrong.attempts[0], finished=True), *wrong.attempts[1:]))
+    ranked = r3.rank_failures(finished, C)
+    assert ranked.ranked == 3 and ranked.rewards[0] == 0.0 and sum(ranked.rewards) == pytest.approx(3 * 0.25)
+    assert r3.rank_failures(finished, replace(C, rank_on="failed")).ranked == 4
+    mixed = fresh_group("a", [True, False, False])
+    assert r3.rank_failures(mixed, C) is mixed
+    single = truncated(fresh_group("a", [False, False]))
+    single = replace(single, attempts=(single.attempts[0], replace(single.attempts[1], finished=True)))
+    assert r3.rank_failures(single, C) is single
+
+
+def test_ranking_makes_a_new_group_and_leaves_the_stored_reward_alone():
+    wrong = truncated(fresh_group("a", [False] * 3, seed=2))
+    ranked = r3.rank_failures(wrong, C)
+    assert wrong.rewards == (0.0, 0.0, 0.0) and ranked.attempts == wrong.attempts
+
+
+# ---- replay into groups ----------------------------------------------------------------------------------------------
+
+
+def test_collapse_is_decided_on_the_verdict_not_on_shaped_rewards():
+    right = replace(fresh_group("a", [True, True]), rewards=(1.9, 1.1))
+    assert right.collapsed == "all" and fresh_group("a", [True, False]).collapsed == ""
+    wrong = replace(fresh_group("a", [False, False]), rewards=(0.5, 0.0))
+    assert wrong.collapsed == "none"
+
+
+@pytest.mark.parametrize("verdict", [True, False])
+def test_a_collapsed_group_gets_k_stored_responses_of_the_opposite_verdict(verdict):
+    buffer = ReplayBuffer()
+    buffer.add("a", fresh_group("a", [not verdict] * 5 + [verdict] * 5).attempts)
+    mixed = r3.recall_opposites(fresh_group("a", [verdict] * 4), buffer, C, random.Random(0))
+    injected = mixed.attempts[mixed.fresh :]
+    assert mixed.fresh == 4 and len(injected) == C.replay_k and all(a.correct is not verdict for a in injected)
+    assert mixed.rewards[4:] == tuple(a.reward for a in injected)
+    assert r3.group_advantages(mixed.rewards, 1.0, 1e-4).abs().min() > 0
+
+
+def test_a_mixed_group_and_one_without_memories_stay_as_they_are():
+    buffer = ReplayBuffer()
+    buffer.add("b", fresh_group("b", [True, False]).attempts)
+    for group in (fresh_group("b", [True, False]), fresh_group("a", [False, False])):
+        after = r3.recall_opposites(group, buffer, C, random.Random(0))
+        assert after.attempts == group.attempts and after.rewards == group.rewards
+
+
+def test_group_prompt_reconditions_replayed_responses():
+    buffer = ReplayBuffer()
+    stored = replace(fresh_group("a", [True]).attempts[0], prompt_ids=[9, 9])
+    buffer.add("a", [stored])
+    group = fresh_group("a", [False, False])
+    own = r3.recall_opposites(group, buffer, C, random.Random(0)).attempts[-1]
+    current = r3.recall_opposites(group, buffer, replace(C, replay_prompt="group"), random.Random(0)).attempts[-1]
+    assert own.prompt_ids == [9, 9] and current.prompt_ids == group.query.prompt_ids
+
+
+# ---- reflection prompts ----------------------------------------------------------------------------------------------
+
+
+def test_a_reflection_prompt_is_problem_then_attempt_then_guidance():
+    text = r3.reflection_prompt("What is {attempt} \\frac{1}{2}?", "It is {problem}.", C.reflection_template)
+    assert text.index("What is {attempt} \\frac{1}{2}?") < text.index("It is {problem}.") < text.index("first mistake")
+
+
+def test_an_attempt_is_shown_from_behind_its_thinking_and_cut_at_the_front():
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("<think>long thoughts</think>\nThe answer is 7.<|end|>")
+    assert r3.attempt_text(ids, tokenizer, 100) == "The answer is 7."
+    assert r3.attempt_text(tokenizer.encode("one two three"), tokenizer, 5) == "three"
+
+
+def test_the_reference_answer_is_not_part_of_a_reflection_prompt():
+    assert "4711" not in r3.reflection_prompt("a problem", "a failed attempt", C.reflection_template)
