@@ -7,8 +7,8 @@
        training/state.json             the step
        training/manifest.json          sha256 of every other file: the folder is whole or it is not used
 
-A checkpoint is written aside, synced and renamed; older ones are pruned after that. Nothing in it needs pickle. Left out:
-sharded weights.
+A checkpoint is written aside, synced and renamed; older ones are pruned after that. Nothing in it needs pickle.
+Left out: sharded weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from errors import UserError
 from runtime import Ranks, fsync, writing
 
 
-def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype="float32") -> None:
+def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype: str) -> None:
     """Writes checkpoints/step_NNNNNN aside, renames it when it is on the disk, then prunes all but the newest `keep`.
 
     state: what else a resume needs, JSON-able, its `step` among it. dtype: of the exported weights.
@@ -39,10 +39,9 @@ def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks:
     aside = final.with_name(f".{final.name}.tmp")
     training = aside / "training"
     older = [folder for folder in finished(run_dir) if number(folder) < state["step"]]
-    with writing(final, f"; the newest whole checkpoint is {older[-1]}" if older else "; no checkpoint was written before"):
+    with writing(final, f"; the newest checkpoint is {older[-1]}" if older else "; it would have been the first one"):
         if ranks.main:
-            for leftover in final.parent.glob(".step_*.tmp"):
-                shutil.rmtree(leftover)
+            clean(run_dir)
             training.mkdir(parents=True)
             export(model, tokenizer, aside, dtype)
             names = {p: name for name, p in model.named_parameters()}
@@ -68,6 +67,12 @@ def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks:
             for folder in older[: len(older) + 1 - keep]:
                 shutil.rmtree(folder)
         ranks.barrier()
+
+
+def clean(run_dir: Path) -> None:
+    """Removes what a save that was killed or failed has left."""
+    for leftover in (run_dir / "checkpoints").glob(".step_*.tmp"):
+        shutil.rmtree(leftover)
 
 
 def export(model, tokenizer, folder: Path, dtype: str) -> None:
@@ -99,7 +104,7 @@ def to_resume(config) -> Path | None:
     if not (run_dir / "metrics.jsonl").exists() and not finished(run_dir):
         return None
     if not config.resume:
-        raise UserError(f"run_dir = {str(run_dir)!r} holds a run; allowed: --resume to go on with it, or another --run_dir")
+        raise UserError(f"run_dir = {str(run_dir)!r} holds a run, allowed: --resume to go on with it, or another --run_dir")
     try:
         before = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         before = {f.name: f.default for f in dataclasses.fields(config)} | before
@@ -126,7 +131,7 @@ def newest(run_dir: Path) -> Path | None:
             return folder
         print(f"checkpoint {folder} is damaged ({damage}); trying the one before", file=sys.stderr)
     if folders:
-        raise UserError(f"{run_dir}: none of its {len(folders)} checkpoints is whole; allowed: a new run in another run_dir")
+        raise UserError(f"{run_dir}: none of its {len(folders)} checkpoints is whole, allowed: a new run elsewhere")
     return None
 
 
@@ -143,7 +148,7 @@ def damaged(folder: Path) -> str | None:
 
 
 def load(folder: Path, model, optimizer, buffer, ranks: Ranks) -> dict:
-    """Fills weights, optimiser and buffer from a checkpoint folder; returns its state.json. The model was loaded from it."""
+    """Fills optimiser, buffer and, where the folder that `model` came from rounds them, weights; returns state.json."""
     training = folder / "training"
     parameters = dict(model.named_parameters())
     if (training / "master.safetensors").exists():

@@ -12,6 +12,7 @@ sequence, and attention stays within it. So no padding enters any matrix product
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,6 +73,14 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
             p.data = p.data.clone()  # out of the mapped file: aligned alike for any file, so a resume computes the same bits
     check_head(model, name)
     return model, tokenizer
+
+
+def rounded_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """A copy without gradients whose weights are in `dtype`. The rotary frequencies stay fp32, as in a loaded model."""
+    rounded = copy.deepcopy(model).requires_grad_(False)
+    for p in rounded.parameters():
+        p.data = p.data.to(dtype)
+    return rounded
 
 
 def eos_ids(model: PreTrainedModel, tokenizer) -> set[int]:

@@ -12,7 +12,6 @@ Left out: the algorithm, which is r3.py.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -93,7 +92,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     prompts = {p.uid: plain_prompt(p, tokenizer, c) for p in problems}
     problems = usable(problems, prompts, c)
     shared = dtype == torch.float32  # then the sampler runs the policy's own module
-    sampled_from = policy if shared else copy.deepcopy(policy).to(dtype).requires_grad_(False)
+    sampled_from = policy if shared else lm.rounded_copy(policy, dtype)
     reflection = c.reflection_tokens + len(tokenizer.encode(c.reflection_template)) + 64 if c.reflect else 0
     longest = c.max_prompt_tokens + reflection + c.max_new_tokens
     sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, longest)
@@ -104,6 +103,8 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     if folder:
         state = checkpoint.load(folder, policy, optimizer, buffer, ranks)
         run.step, run.bad_steps, run.saved = state["step"], state["bad_steps"], state["step"]
+    if ranks.main:
+        checkpoint.clean(Path(c.run_dir))
     run.logs = Logs(c, run.step, ranks.main)
     (run.evaluated,) = ranks.sum([run.logs.evaluated if ranks.main else 0])
     stack.callback(run.logs.close)

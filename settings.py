@@ -1,9 +1,9 @@
-"""settings.py: a flat frozen dataclass from its defaults, a YAML file and the command line, each stronger than the last.
+"""settings.py: a flat frozen dataclass from its defaults, a YAML file and the command line, the later ones stronger.
 
     config = parse(Config, ["--config", "configs/tiny.yaml", "--lr=1e-4", "--resume"])
 
-A field is `int`, `float`, `bool`, `str` or one of these `| None`; `knob` and `choice` say what it may be. Every mistake is a
-UserError that names file and line, or the argument. Left out: nested keys, includes, interpolation.
+A field is `int`, `float`, `bool`, `str` or one of these `| None`; `knob` and `choice` say what it may be. Every mistake
+is a UserError that names file and line, or the argument. Left out: nested keys, includes, interpolation.
 """
 
 from __future__ import annotations

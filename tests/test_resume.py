@@ -1,0 +1,353 @@
+"""A run that is killed and resumed is the run that was never killed, bit for bit; a checkpoint is whole or absent."""
+# ruff: noqa: F401, F811  the fixtures short_model, start and whole are imported
+
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import (
+    Killed,
+    assert_same_run,
+    at,
+    checkpoints,
+    crash,
+    in_child,
+    kill,
+    needs_fork,
+    reap,
+    rows,
+    short_model,
+    start,
+    terminate,
+    whole,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import checkpoint
+import model as lm
+import r3
+import run
+import runtime
+from errors import UserError
+from replay import ReplayBuffer
+
+# ------------------------------------------------------------------------------------------------------- exact resume
+
+VARIANTS = [
+    {"minibatches": 2},
+    {"save_dtype": "bfloat16"},
+    {"dynamic_sampling": True},
+    {"beta": 0, "weight_decay": 0.1},
+]
+
+
+@pytest.mark.parametrize("finished", [1, 2, 3, 4, 5])  # 2 and 4 end an epoch; from 2 on, reflections are pending
+def test_resumed_run_equals_uninterrupted_one(whole, start, tmp_path, finished):
+    with at(r3, "collect", finished + 1, kill), pytest.raises(Killed):
+        start(tmp_path / "run")
+    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_resumed_run_equals_uninterrupted_one_with_other_configs(whole, start, tmp_path, changes):
+    with at(r3, "collect", 4, kill), pytest.raises(Killed):
+        start(tmp_path / "run", **changes)
+    assert_same_run(whole(**changes), start(tmp_path / "run", resume=True, **changes))
+
+
+def test_these_runs_reflect_replay_and_rank(whole):
+    """Otherwise the tests of this file would show little."""
+    steps = [row for row in rows(whole()) if "loss" in row]
+    assert all(sum(row[name] for row in steps) > 0 for name in ("reflected", "replayed", "ranked"))
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(whole()) if "eval/pass@1" in row] == [0, 2, 4, 6]
+
+
+ENDS = {"kill": (kill, Killed), "crash": (crash, RuntimeError), "terminate": (terminate, SystemExit)}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("place", ["respond", "gradients", "with_old_logprobs"])
+def test_abandoned_step_is_done_again_from_its_beginning(whole, start, tmp_path, place, end):
+    """A crash or a signal saves the last finished step; after a kill the run goes on from the checkpoint before."""
+    changes = {"minibatches": 2, "save_every": 3}
+    act, raised = ENDS[end]
+    first_of_step_5 = {"respond": 5, "gradients": 9, "with_old_logprobs": 9}[place]
+    with at(r3, place, first_of_step_5, act), pytest.raises(raised):
+        start(tmp_path / "run", **changes)
+    assert max(checkpoints(tmp_path / "run")) == ("step_000003" if end == "kill" else "step_000004")
+    assert_same_run(whole(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
+
+
+@pytest.mark.parametrize(("end", "saved"), [("crash", "step_000003"), ("terminate", "step_000005")])
+def test_nothing_is_saved_between_two_optimiser_steps_of_a_batch(whole, start, tmp_path, end, saved):
+    """A crash there goes back to the checkpoint before; a signal waits for the end of the step."""
+    changes = {"minibatches": 2, "save_every": 3}
+    act, raised = ENDS[end]
+    with at(r3, "gradients", 10, act), pytest.raises(raised):  # the second part of step 5
+        start(tmp_path / "run", **changes)
+    assert max(checkpoints(tmp_path / "run")) == saved
+    assert_same_run(whole(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
+
+
+PLACES = [(r3, "evaluate", 1), (r3, "evaluate", 4), (run.Logs, "answers", 2), (run.Logs, "row", 9), (r3, "save", 2)]
+
+
+@pytest.mark.parametrize(("module", "name", "call"), PLACES, ids=lambda part: str(getattr(part, "__name__", part)))
+def test_each_evaluation_is_in_the_log_once_wherever_it_was_killed(whole, start, tmp_path, module, name, call):
+    changes = {"save_every": 2}
+    with at(module, name, call, kill), pytest.raises(Killed):
+        start(tmp_path / "run", **changes)
+    assert_same_run(whole(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
+
+
+def test_finished_run_that_is_resumed_changes_nothing(whole, start, tmp_path):
+    shutil.copytree(whole(), tmp_path / "run")
+    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+
+
+def test_log_line_cut_short_by_a_crash_is_made_anew(whole, start, tmp_path):
+    with at(r3, "collect", 4, kill), pytest.raises(Killed):
+        start(tmp_path / "run")
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as f:
+        f.write('{"step": 4, "epo')
+    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+
+
+def test_log_rows_may_hold_any_separator_that_unicode_knows(tmp_path):
+    texts = ["a\u2028b", "a\x85b", "a\u2029b", "a\x1cb", "a\r\nb", "\x0c"]
+    runtime.append(tmp_path / "log.jsonl", [{"text": text} for text in texts])
+    assert [row["text"] for row in runtime.read_jsonl(tmp_path / "log.jsonl")] == texts
+
+
+# ------------------------------------------------------------------------------------------------------------- kill -9
+
+
+def kill_before_operation(n: int) -> None:
+    """From here on this process counts what it does to names and contents of files, and kills itself before the nth."""
+    left = n
+
+    def hook(event: str, args: tuple) -> None:
+        nonlocal left
+        opened = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        left -= bool(opened) or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def sweep(whole, start, tmp_path, numbers) -> int:
+    """Runs that are killed before the nth operation on files, and resumed; returns how many were killed: not those that
+    have fewer operations."""
+    changes = {"checkpoints_kept": 1, "steps": 4}
+
+    def work(n: int, run_dir: Path) -> None:
+        kill_before_operation(n)
+        start(run_dir, **changes)
+
+    for kills, n in enumerate(numbers):
+        run_dir = tmp_path / f"run{n}"
+        if reap(in_child(partial(work, n, run_dir), tmp_path / "stderr")) == 0:
+            return kills
+        start(run_dir, resume=True, **changes)
+        assert_same_run(whole(**changes), run_dir)
+        assert os.listdir(run_dir / "checkpoints") == ["step_000004"]
+        shutil.rmtree(run_dir)
+    return len(numbers)
+
+
+def random_kills(whole, start, tmp_path, wanted: int, seed: int) -> int:
+    """Kills runs at random moments until they are done all the same; returns the number of kills."""
+    rng, kills, runs = random.Random(seed), 0, 0
+    while kills < wanted:
+        run_dir, ended, runs = tmp_path / f"run{runs}", -signal.SIGKILL, runs + 1
+        while ended != 0:
+            child = in_child(partial(start, run_dir, resume=True), tmp_path / "stderr")
+            time.sleep(rng.uniform(0, 1.5))
+            os.kill(child, signal.SIGKILL)
+            ended = reap(child)
+            assert ended in (-signal.SIGKILL, 0), (tmp_path / "stderr").read_text()
+            kills += ended != 0
+        assert_same_run(whole(), run_dir)
+    return kills
+
+
+@needs_fork
+def test_run_killed_between_any_two_operations_on_files_resumes(whole, start, tmp_path):
+    assert sweep(whole, start, tmp_path, [4, 50, 99]) == 3
+
+
+@needs_fork
+def test_run_killed_at_random_moments_resumes(whole, start, tmp_path):
+    assert random_kills(whole, start, tmp_path, wanted=6, seed=0) >= 6
+
+
+@needs_fork
+@pytest.mark.slow
+def test_run_killed_before_each_of_its_operations_on_files_resumes(whole, start, tmp_path):
+    kills = sweep(whole, start, tmp_path, range(1, 1000))
+    assert 100 < kills < 999
+    print(f"{kills} kills")
+
+
+@needs_fork
+@pytest.mark.slow
+def test_run_killed_200_times_at_random_moments_resumes(whole, start, tmp_path):
+    assert random_kills(whole, start, tmp_path, wanted=200, seed=1) >= 200
+
+
+# ------------------------------------------------------------------------------------------------- damage and limits
+
+
+def damage_by_flipping(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def damage_by_cutting(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("damage", [damage_by_flipping, damage_by_cutting, os.remove], ids=lambda f: f.__name__)
+def test_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path, damage, capsys):
+    files = [p.relative_to(whole()) for p in (whole() / "checkpoints" / "step_000006").rglob("*") if p.is_file()]
+    assert len(files) >= 10
+    for file in files:
+        shutil.copytree(whole() / "checkpoints", tmp_path / "run" / "checkpoints", dirs_exist_ok=True)
+        damage(tmp_path / "run" / file)
+        assert checkpoint.newest(tmp_path / "run").name == "step_000005"
+        said = capsys.readouterr().err
+        assert "step_000006 is damaged" in said and (file.name in said or file.name == "manifest.json")
+
+
+def test_run_resumes_from_the_checkpoint_before_a_damaged_one_which_it_replaces(whole, start, tmp_path):
+    shutil.copytree(whole(), tmp_path / "run")
+    damage_by_flipping(tmp_path / "run" / "checkpoints" / "step_000006" / "model.safetensors")
+    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+
+
+def test_only_older_checkpoints_are_pruned(whole, start, tmp_path):
+    """A damaged newer one must not push out the whole ones that the run goes on from."""
+    shutil.copytree(whole(), tmp_path / "run")
+    damage_by_cutting(tmp_path / "run" / "checkpoints" / "step_000006" / "config.json")
+    with at(r3, "collect", 1, terminate), pytest.raises(SystemExit):
+        start(tmp_path / "run", resume=True, checkpoints_kept=1, override_config=True)
+    assert "step_000005" in checkpoints(tmp_path / "run")
+
+
+def test_run_without_a_whole_checkpoint_is_not_begun_anew(whole, start, tmp_path, capsys):
+    shutil.copytree(whole(), tmp_path / "run")
+    for folder in (tmp_path / "run" / "checkpoints").iterdir():
+        os.remove(folder / "training" / "state.json")
+    with pytest.raises(SystemExit) as end:
+        start(tmp_path / "run", resume=True)
+    assert end.value.code == 2 and "none of its 6 checkpoints is whole" in capsys.readouterr().err
+    assert rows(tmp_path / "run") == rows(whole())
+
+
+@needs_fork
+def test_full_disk_is_one_line_and_the_checkpoint_before_stays(whole, start, tmp_path):
+    """The largest file that the child may write is smaller than the model's."""
+    with at(r3, "collect", 3, kill), pytest.raises(Killed):
+        start(tmp_path / "run")
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, resource.RLIM_INFINITY))
+        start(tmp_path / "run", resume=True)
+
+    assert reap(in_child(work, tmp_path / "stderr")) == 2
+    said = (tmp_path / "stderr").read_text().splitlines()[-1]
+    assert said.startswith("error: ") and "step_000003: cannot be written" in said
+    assert "newest checkpoint is" in said and "step_000002" in said
+    assert list(checkpoints(tmp_path / "run")) == ["step_000001", "step_000002"]
+    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+
+
+def test_log_on_a_full_disk_is_one_line():
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    with pytest.raises(UserError, match="/dev/full: cannot be written: No space left on device"):
+        runtime.append(Path("/dev/full"), [{"step": 1}])
+
+
+def test_place_that_cannot_be_written_is_one_line(start, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as end:
+        start(tmp_path / "file" / "run")
+    assert end.value.code == 2
+    assert "cannot be written: Not a directory" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------- what a checkpoint holds
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exported_folder_loads_with_equal_logits(short_model, tmp_path, dtype):
+    policy, tokenizer = lm.load(str(short_model), "cpu", torch.float32)
+    optimizer, ranks = torch.optim.AdamW(policy.parameters()), runtime.Ranks(0, 1, torch.device("cpu"))
+    checkpoint.save(tmp_path, policy, tokenizer, optimizer, ReplayBuffer(), {"step": 1}, ranks, keep=1, dtype=dtype)
+    folder = tmp_path / "checkpoints" / "step_000001"
+    ids = torch.arange(20, 60)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.dtype == getattr(torch, dtype)
+    assert torch.equal(loaded(ids).logits, lm.rounded_copy(policy, loaded.dtype)(ids).logits)
+    assert loaded.generation_config.eos_token_id == policy.generation_config.eos_token_id
+    same = AutoTokenizer.from_pretrained(folder)
+    assert same.chat_template == tokenizer.chat_template and same.get_vocab() == tokenizer.get_vocab()
+    needed = "config.json generation_config.json model.safetensors tokenizer.json tokenizer_config.json"
+    assert {p.name for p in folder.iterdir()} >= set(needed.split())
+    tied = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in tied and {t.dtype for t in tied.values()} == {getattr(torch, dtype)}
+
+
+def test_nothing_in_a_checkpoint_needs_pickle(whole, start, tmp_path, monkeypatch):
+    suffixes = {p.suffix for p in (whole() / "checkpoints").rglob("*") if p.is_file()}
+    assert suffixes <= {".safetensors", ".json", ".jinja"}
+
+    def refuse(*_, **__):
+        raise AssertionError("pickle")
+
+    for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
+        monkeypatch.setattr(module, name, refuse)
+    shutil.copytree(whole(), tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000006")
+    start(tmp_path / "run", resume=True)
+
+
+# ----------------------------------------------------------------------------------------------- what may be resumed
+
+
+def test_resuming_with_another_config_is_refused_with_the_differing_keys(whole, start, tmp_path, capsys):
+    shutil.copytree(whole(), tmp_path / "run")
+    with pytest.raises(SystemExit) as end:
+        start(tmp_path / "run", resume=True, lr=2e-3, group_size=8)
+    said = capsys.readouterr().err
+    assert end.value.code == 2
+    assert "lr (was 0.001, is 0.002)" in said and "group_size (was 4, is 8)" in said and "batch_size" not in said
+    start(tmp_path / "run", resume=True, lr=2e-3, steps=7, override_config=True)
+    assert [row["lr"] for row in rows(tmp_path / "run") if "lr" in row] == [1e-3] * 6 + [2e-3]
+
+
+def test_run_directory_that_holds_a_run_is_not_overwritten(whole, start, capsys):
+    before = rows(whole())
+    with pytest.raises(SystemExit) as end:
+        start(whole())
+    assert end.value.code == 2 and "holds a run, allowed: --resume" in capsys.readouterr().err
+    assert rows(whole()) == before
+
+
+def test_moved_run_directory_resumes(whole, start, tmp_path):
+    shutil.copytree(whole(), tmp_path / "moved")
+    start(tmp_path / "moved", resume=True)
