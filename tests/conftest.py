@@ -58,7 +58,7 @@ def model_folder(tmp_path_factory) -> Path:
     """A Hugging Face folder with the random model and the byte tokenizer."""
     folder = tmp_path_factory.mktemp("model")
     tokenizer, model = byte_tokenizer(), random_model()
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.pad_token_id]
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(60, 84)]  # about one token in eleven
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

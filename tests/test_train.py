@@ -1,0 +1,206 @@
+"""The real training path: r3.main from a config to a run directory, on a small random model and on the embedded one."""
+
+import copy
+import json
+import multiprocessing
+import os
+import socket
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import fresh_group, random_model, train_run
+
+import r3
+import run as run_module
+import runtime
+import settings
+from replay import ReplayBuffer
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+TIMED = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb"}
+
+
+class ParityJudge:
+    """Right is what has an even number of characters: a random model is right half the time."""
+
+    killed = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, response, answer, uid=""):
+        verdict = Future()
+        verdict.set_result(len(response) % 2 == 0)
+        return verdict
+
+
+@pytest.fixture
+def parity(monkeypatch):
+    monkeypatch.setattr(run_module, "Judge", ParityJudge)
+
+
+def small(model_folder, problem_file, run_dir, **changes) -> r3.Config:
+    """Three steps an epoch of two queries each, four responses of at most 12 tokens."""
+    values = {
+        "model": str(model_folder), "data": str(problem_file), "run_dir": str(run_dir), "device": "cpu", "dtype": "float32",
+        "data_limit": 6, "batch_size": 2, "group_size": 4, "max_new_tokens": 12, "epochs": 4, "steps": 8, "lr": 1e-2,
+        "beta": 0.01, "min_history": 4, "tau": 0.9, "reflection_tokens": 16, "slots": 16, "prompt_suffix": "",
+    }  # fmt: skip
+    return r3.Config(**{**values, **changes})
+
+
+def rows(run_dir) -> list[dict]:
+    """metrics.jsonl without what depends on the clock."""
+    lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMED} for line in lines]
+
+
+def test_a_run_writes_what_the_spec_says(model_folder, problem_file, tmp_path, parity):
+    config = small(model_folder, problem_file, tmp_path / "run", eval_data=str(problem_file), eval_n=2, eval_every=4)
+    r3.train(config)
+    everything = rows(config.run_dir)
+    steps = [row for row in everything if "loss" in row or "skipped" in row]
+    evals = [row for row in everything if "eval/pass@1" in row]
+    assert [row["step"] for row in steps] == list(range(1, 9)) and [row["epoch"] for row in steps] == [1, 1, 1, 2, 2, 2, 3, 3]
+    assert [row["step"] for row in evals] == [0, 4, 8] and {"eval/pass@2", "eval/tokens", "eval/truncated"} <= set(evals[0])
+    keys = "step epoch reward accuracy solve_all solve_none truncated response_tokens entropy replayed reflected ranked loss"
+    keys += " kl clip_fraction ratio_replayed grad_norm lr"
+    assert set(keys.split()) <= set(steps[-1])
+    assert sum(row["reflected"] for row in steps[:3]) == 0 < sum(row["reflected"] for row in steps[3:])
+    assert sum(row["replayed"] for row in steps) > 0 and sum(row["ranked"] for row in steps) > 0
+    assert (tmp_path / "run" / "config.yaml").exists() and (tmp_path / "run" / "samples.jsonl").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step_000008" / "config.json").exists()
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(model_folder, problem_file, tmp_path, parity):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        r3.train(small(model_folder, problem_file, tmp_path / name, seed=seed, steps=4))
+    assert rows(tmp_path / "a") == rows(tmp_path / "b") != rows(tmp_path / "c")
+
+
+def test_golden_run(model_folder, problem_file, tmp_path, parity):
+    """The first steps' losses. A change here is a change of the algorithm: explain it in the commit that makes it."""
+    r3.train(small(model_folder, problem_file, tmp_path / "run", steps=5))
+    losses = [row["loss"] for row in rows(tmp_path / "run")]
+    assert losses == pytest.approx(GOLDEN, rel=1e-4, abs=1e-7)
+
+
+GOLDEN = [0.0]
+
+
+def test_all_flags_off_is_grpo_to_the_letter(model_folder, problem_file, tmp_path, parity, monkeypatch):
+    """No reflection group, no ranking reward, no replayed response: each group is G responses with their outcome rewards."""
+    seen, update = [], r3.update
+
+    def spy(run, groups, step):
+        seen.extend(groups)
+        return update(run, groups, step)
+
+    monkeypatch.setattr(r3, "update", spy)
+    off = {"replay": False, "reflect": False, "rank": False}
+    r3.train(small(model_folder, problem_file, tmp_path / "run", **off))
+    assert len(seen) == 16
+    for group in seen:
+        assert group.query.kind == "plain" and len(group.attempts) == group.fresh == 4
+        assert group.rewards == tuple(a.reward for a in group.attempts)
+
+
+def test_an_injected_sample_moves_the_policy_and_its_ratio_leaves_one(model_folder, problem_file, tmp_path, parity, monkeypatch):
+    """On the real path: with replay, a step has replayed tokens whose ratio is not 1, since the weights moved since then;
+    without them the same groups give another gradient; and the buffer they came from survives save and load."""
+    seen, update = [], r3.update
+
+    def spy(run, groups, step):
+        if any(len(g.attempts) > g.fresh for g in groups) and not seen:
+            policy = copy.deepcopy(run.policy)
+            seen.append((groups, policy, run.buffer.state_dict()))
+        return update(run, groups, step)
+
+    monkeypatch.setattr(r3, "update", spy)
+    r3.train(small(model_folder, problem_file, tmp_path / "run"))
+    replayed = [row for row in rows(tmp_path / "run") if row["replayed"]]
+    assert replayed and all(row["ratio_replayed"] != pytest.approx(1.0, abs=1e-4) for row in replayed)
+
+    groups, policy, stored = seen[0]
+    without = [replace(g, attempts=g.attempts[: g.fresh], rewards=g.rewards[: g.fresh]) for g in groups]
+    gradients = []
+    for variant in (groups, without):
+        run = train_run(copy.deepcopy(policy))
+        r3.gradients(run, r3.rows_of(variant, run.ranks, run.config))
+        gradients.append(torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten()
+                                    for p in run.policy.parameters()]))  # fmt: skip
+    assert (gradients[0] - gradients[1]).abs().max() > 1e-5
+
+    loaded = ReplayBuffer()
+    loaded.load_state_dict(stored)
+    injected = next(a for g in groups for a in g.attempts[g.fresh :])
+    kept = [a for side in loaded.attempts.values() for a in side]
+    assert any(list(a.response_ids) == list(injected.response_ids) and (a.logprobs == injected.logprobs).all() for a in kept)
+
+
+def test_dynamic_sampling_fills_the_batch_with_mixed_groups(model_folder, problem_file, tmp_path, parity, monkeypatch):
+    seen, update = [], r3.update
+
+    def spy(run, groups, step):
+        seen.append(groups)
+        return update(run, groups, step)
+
+    monkeypatch.setattr(r3, "update", spy)
+    off = {"replay": False, "reflect": False, "rank": False}
+    r3.train(small(model_folder, problem_file, tmp_path / "run", dynamic_sampling=True, **off))
+    assert all(not g.collapsed for groups in seen for g in groups)
+    assert all(len(groups) <= 2 and len({g.uid for g in groups}) == len(groups) for groups in seen)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_takes_a_step_on_a_cpu(path, model_folder, problem_file, tmp_path, parity):
+    config = settings.parse(r3.Config, ["--config", str(path)])
+    assert config.run_dir == f"runs/{path.stem}"
+    own = {k: v for k, v in asdict(config).items() if k in ("replay", "reflect", "rank", "loss_agg", "dynamic_sampling", "beta",
+           "length_reward", "eps_high", "gradient_checkpointing", "reflection_template", "eval_temperature")}  # fmt: skip
+    r3.train(small(model_folder, problem_file, tmp_path / "run", **{**own, "steps": 1}))
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1]
+
+
+# ---- two ranks -------------------------------------------------------------------------------------------------------
+
+
+def gradient_of(groups, ranks) -> torch.Tensor:
+    run = train_run(random_model(), grad_clip=1e9)
+    run.ranks = ranks
+    run.optimizer.step = lambda: None
+    r3.optimise(run, r3.rows_of([g for g in groups if ranks.owns(g.uid)], ranks, run.config))
+    return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
+
+
+def one_of_two(rank: int, port: int, groups, out: Path) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    ranks = runtime.Ranks.start("cpu")
+    torch.save(gradient_of(groups, ranks), out / f"{rank}.pt")
+    ranks.stop()
+
+
+def test_the_gradient_is_the_same_for_one_rank_and_two(tmp_path):
+    groups = [fresh_group(uid, [True, False, False], seed=i) for i, uid in enumerate("abcde")]
+    owners = {runtime.Ranks(0, 2, torch.device("cpu")).owns(g.uid) for g in groups}
+    assert owners == {True, False}  # both ranks have something to do
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    forks = multiprocessing.get_context("fork")
+    children = [forks.Process(target=one_of_two, args=(rank, port, groups, tmp_path)) for rank in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(60)
+        assert child.exitcode == 0
+    alone = gradient_of(groups, runtime.Ranks(0, 1, torch.device("cpu")))
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), alone, rtol=1e-4, atol=1e-7)
