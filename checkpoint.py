@@ -104,7 +104,7 @@ def to_resume(config) -> Path | None:
     if not (run_dir / "metrics.jsonl").exists() and not finished(run_dir):
         return None
     if not config.resume:
-        raise UserError(f"run_dir = {str(run_dir)!r} holds a run, allowed: --resume to go on with it, or another --run_dir")
+        raise UserError(f"run_dir = {str(run_dir)!r} holds a run, allowed: --resume to go on, or another --run_dir")
     try:
         before = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
         before = {f.name: f.default for f in dataclasses.fields(config)} | before

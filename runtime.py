@@ -253,7 +253,7 @@ class Signals:
 
     @contextlib.contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """A run that is told to stop within the block saves and exits with the signal's code; so does one that crashes.
+        """Saves when the run is told to stop within the block, or crashes there; then exits with the signal's code.
 
         With several ranks a crash saves nothing: the others wait in a collective call for the one that is gone.
         """
