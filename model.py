@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
+import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -27,9 +29,13 @@ from entropy import linear_token_stats
 from errors import UserError
 
 try:
-    from torch.nn.attention.varlen import varlen_attn  # torch >= 2.10
+    from torch.nn.attention.varlen import varlen_attn
 except ImportError:
     varlen_attn = None
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None
 
 Row = tuple[Sequence[int], Sequence[int]]  # (prompt ids, response ids)
 
@@ -125,15 +131,23 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
     rows, where the causal mask alone keeps real tokens away from the padding behind them.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
-    if varlen_attn is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and (flash := flash_attention()):
         ends, longest = packing["ends"], packing["longest"]
-        gqa = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-        out = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0), **gqa)
-        return out[None], None
+        return flash(q, k, v, ends, ends, longest, longest, scaling)[None], None
     row, column, B, L = packing["row"], packing["column"], packing["rows"], packing["longest"]
     q, k, v = (x.new_zeros(B, L, *x.shape[1:]).index_put((row, column), x).transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)[row, column][None], None
+
+
+@functools.cache
+def flash_attention():
+    """Causal attention(q, k, v, ends, ends, longest, longest, scale) by torch or flash-attn; None where neither has it."""
+    if varlen_attn and {"window_size", "enable_gqa", "scale"} <= set(inspect.signature(varlen_attn).parameters):
+        return lambda *args: varlen_attn(*args[:7], scale=args[7], window_size=(-1, 0), enable_gqa=True)
+    if flash_attn_varlen_func:
+        return lambda *args: flash_attn_varlen_func(*args[:7], softmax_scale=args[7], causal=True)
+    return None
 
 
 AttentionInterface.register("packed", packed_attention)
