@@ -3,7 +3,9 @@
 import json
 import sys
 import types
+from collections import Counter
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -92,9 +94,7 @@ def test_parquet_in_plain_columns_equals_jsonl(tmp_path):
     from_parquet = load(write_parquet(tmp_path, "t.parquet", rows))
     from_jsonl = load(write(tmp_path, "t.jsonl", rows))
     assert [p.where for p in from_parquet] == ["t.parquet:1", "t.parquet:2", "t.parquet:3"]
-    assert [(p.uid, p.problem, p.answer) for p in from_parquet] == [
-        (p.uid, p.problem, p.answer) for p in from_jsonl
-    ]
+    assert [(p.uid, p.problem, p.answer) for p in from_parquet] == [(p.uid, p.problem, p.answer) for p in from_jsonl]
 
 
 def verl_row(text: str, answer: str, index: int | None) -> dict:
@@ -174,9 +174,7 @@ def fake_hub(monkeypatch):
 
 def test_hub_set_takes_subset_split_and_field_names(fake_hub):
     fields = {"problem_field": "question", "answer_field": "meta.gold"}
-    assert load("owner/set.v2:hard", split="test", **fields) == [
-        Problem("set-0", "hard test?", "4", "owner/set.v2:1")
-    ]
+    assert load("owner/set.v2:hard", split="test", **fields) == [Problem("set-0", "hard test?", "4", "owner/set.v2:1")]
     with pytest.raises(UserError, match="^hub data set owner/sets, split 'train': owner/sets is not on the hub$"):
         load("owner/sets")
 
@@ -325,3 +323,26 @@ def test_absent_named_uid_field_is_a_mistake(tmp_path):
 def test_limit_below_one_is_a_mistake(tmp_path):
     with pytest.raises(UserError, match="found 0, allowed: 1 or more"):
         load(write(tmp_path, "t.jsonl", GOOD), limit=0)
+
+
+def test_a_damaged_file_gives_problems_or_one_line(tmp_path):
+    """Bytes cut, doubled and replaced at random, mostly by what means something in JSON."""
+    random = Random(0)
+    rows = [row(uid="a"), row(uid="b", answer=["4", 5]), json.dumps(verl_row("3+3?", "6", 1)).encode() + b"\n"]
+    marks = [bytes([mark]) for mark in b'{}[],:"\\\n0\xff\x00']
+    outcomes = Counter()
+    for _ in range(500):
+        data = bytearray(b"".join(rows))
+        for _ in range(random.randint(1, 4)):
+            start = random.randrange(len(data))
+            stop = start + random.choice([0, 1, 1, 5])
+            data[start:stop] = random.choice([b"", b"null", 2 * data[start:stop], *marks])
+        try:
+            problems = load(write(tmp_path, "t.jsonl", bytes(data)))
+        except UserError as error:
+            assert "\n" not in str(error)
+            outcomes["refused"] += 1
+        else:
+            assert all(p.problem.strip() and p.uid and p.answer for p in problems)
+            outcomes["read"] += 1
+    assert outcomes["refused"] and outcomes["read"]
