@@ -481,8 +481,9 @@ def optimise(run: Run, rows: list[Row]) -> dict[str, tuple[float, float]]:
         sums = gradients(run, rows)
     run.ranks.sum_gradients(parameters)
     (n_rows,) = run.ranks.sum([len(rows)])
+    nothing = dict.fromkeys(("loss", "kl", "clip_fraction", "ratio_replayed", "grad_norm"), (0.0, 0.0))
     if not n_rows:  # nothing to learn from: no gradient, and no weight decay either
-        return {"skipped": (1.0, 1.0)}
+        return nothing | {"skipped": (1.0, 1.0)}
     norm = torch.nn.utils.clip_grad_norm_(parameters, c.grad_clip)
     (loss,) = run.ranks.sum([sums[0].item()])
     finite = math.isfinite(loss) and math.isfinite(norm.item())
@@ -492,7 +493,7 @@ def optimise(run: Run, rows: list[Row]) -> dict[str, tuple[float, float]]:
         print(f"\nloss {loss}, gradient norm {norm.item()}: step skipped; its queries: {uids}", file=sys.stderr)
         if run.bad_steps >= 10:
             raise UserError(f"lr = {c.lr}: ten steps in a row had a loss or gradient that is not finite; try a smaller one")
-        return {"skipped": (1.0, 1.0)}
+        return nothing | {"skipped": (1.0, 1.0)}
     run.whole = False
     run.optimizer.step()
     _, kl, clipped, ratio, replayed = sums.tolist()

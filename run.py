@@ -230,6 +230,8 @@ def save(run: Run) -> None:
     c, state = run.config, {"step": run.step, "bad_steps": run.bad_steps}
     if not run.whole or run.step == run.saved:
         return
+    if not all(p.isfinite().all() for p in run.policy.parameters()):
+        raise UserError(f"lr = {c.lr}: weights are not finite after step {run.step}, which is not saved; try a smaller one")
     if run.ranks.main:
         run.logs.sync()  # the rows of a step are on the disk before its checkpoint is
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)

@@ -265,7 +265,10 @@ class Signals:
             save()
         except Exception:
             if self.ranks.size == 1:
-                save()
+                try:
+                    save()
+                except UserError as error:
+                    print(f"\n{error}", file=sys.stderr)
             raise
         if self.code:
             sys.exit(self.code)
