@@ -115,7 +115,7 @@ def strip(found: Tokens) -> Tokens:
             found = found[1:-1]
         elif found[-1][0] == '"' and found[-1].endswith((".", ",")) and len(found[-1]) > 2:
             found = [*found[:-1], found[-1][:-1]]
-        elif found[0] in ("(", "[") and found[1] == "\\begin:matrix" and found[-2] == "\\end:matrix":
+        elif found[0] in ("(", "[") and found[1:2] == ["\\begin:matrix"] and found[-2] == "\\end:matrix":
             found = found[1:-1]
         else:
             break
@@ -247,26 +247,19 @@ def members(found: Tokens) -> list[Tokens]:
     parts = split(found, "\\cup")
     if len(parts) > 1:
         return [member for part in parts for member in (members(part) if part[:1] == ["\\{"] else [strip(part)])]
-    parts = [strip(part) for part in split(found, ",", ";")]
+    parts = [part for part in map(strip, split(found, ",", ";")) if part]
     if len(parts) > 1:
-        parts = [part for part in parts if part]
-        names = [split(part, "=", "\\in") for part in parts]
-        if len(names[0]) == 2 and is_name(names[0][0]) and all(len(name) == 1 for name in names[1:]):
-            parts = [parts[0], *([*names[0][0], "=", *part] for part in parts[1:])]  # n = 2, 3, 4
+        (name, *value), *others = (split(part, "=", "\\in") for part in parts)
+        if len(value) == 1 and is_name(name) and all(len(other) == 1 for other in others):
+            parts[1:] = [[*name, "=", *part] for part in parts[1:]]  # n = 2, 3, 4
         return [member for part in parts for member in signs(part)]
     name, *value = split(found, "=", "\\in")
-    if (
-        len(value) == 1
-        and is_name(name)
-        and (value[0][:1] == ["\\{"] or "\\pm" in value[0] or value[0] == ["\\emptyset"])
-    ):
+    if len(value) == 1 and is_name(name) and is_list(strip(value[0])):
         return [[*name, "=", *member] for member in members(value[0])]
-    if found[0] == "\\{" and enclosed([*found]):
+    if found[0] == "\\{" and enclosed(found):
         inside = strip(found[1:-1])
-        return [member for part in split(inside, ",", ";") for member in signs(strip(part))] if inside else []
-    if found == ["\\emptyset"]:
-        return []
-    return signs(found)
+        return [inside] if enclosed(inside) and inside[0] == "\\{" or inside == ["\\emptyset"] else members(inside)
+    return [] if found == ["\\emptyset"] else signs(found)
 
 
 def signs(found: Tokens) -> list[Tokens]:
@@ -278,7 +271,7 @@ def signs(found: Tokens) -> list[Tokens]:
 
 
 def is_list(found: Tokens) -> bool:
-    return len(members(found)) != 1 or found[0] == "\\{" or "\\cup" in found
+    return len(members(found)) != 1 or found[:1] == ["\\{"] or "\\cup" in found
 
 
 def same_lists(given: Tokens, reference: Tokens, algebra: Algebra | None):
@@ -540,7 +533,7 @@ def same_values(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bo
         left, right = parse(given), parse(reference)
         a, b = exact(left), exact(right)
         equal = a == b if a is not None and b is not None else same_value(left, right)
-        return equal or rounds(given, right, b) or rounds(reference, left, a) or equal
+        return equal or rounds(given, right, b) or rounds(reference, left, a)
     except TooLarge:
         return False
     except Unreadable:

@@ -3,7 +3,7 @@
     tokens(text)        -> list of tokens    without spacing, fonts and delimiter sizes; a word is one token: '"cm'
     parse(tokens)       -> tree              nested tuples; Unreadable if the grammar below does not know it
     exact(tree)         -> Fraction | None   rational arithmetic; None if anything else takes part
-    same_value(a, b)    -> bool | None       all other formulas, compared at points where both are defined
+    same_value(a, b)    -> bool              all other formulas, compared at points where both are defined
 
 Nothing here simplifies, and nothing runs long: there is a limit on the length and depth of a text, the atoms of a
 formula, the bits of an integer and the size of every intermediate value (Unreadable and TooLarge). Formulas are
@@ -52,16 +52,18 @@ UNICODE = str.maketrans({
     "−": "-", "–": "-", "﹣": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "∗": "*", "÷": "/", "⁄": "/",
     "π": "\\pi ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "γ": "\\gamma ", "λ": "\\lambda ", "μ": "\\mu ",
     "φ": "\\phi ", "ω": "\\omega ", "σ": "\\sigma ", "Δ": "\\Delta ", "√": "\\surd ", "∞": "\\infty ", "°": "\\degree ",
-    "ℝ": "\\mathbb{R}", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ", "∪": "\\cup ", "∩": "\\cap ",
-    "∈": "\\in ", "∅": "\\emptyset ", "²": "^2 ", "³": "^3 ", "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
+    "ℝ": "\\mathbb{R}", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ",
+    "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "²": "^2 ", "³": "^3 ",
+    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
     "′": "'", "’": "'", "％": "%", "，": ",", "\u200b": "", "\u2009": " ", "\u202f": " ", "\xa0": " ",
 })  # fmt: skip
 
 SPELLINGS = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
     "\\leq": "\\le", "\\leqslant": "\\le", "\\geq": "\\ge", "\\geqslant": "\\ge", "\\neq": "\\ne", "\\lt": "<",
-    "\\gt": ">", "\\cdot": "*", "\\times": "*", "\\ast": "*", "\\div": "/", "\\lbrace": "\\{", "\\rbrace": "\\}", "\\lbrack": "[",
-    "\\rbrack": "]", "\\lvert": "|", "\\rvert": "|", "\\vert": "|", "\\mid": "|", "\\varnothing": "\\emptyset",
+    "\\gt": ">", "\\cdot": "*", "\\times": "*", "\\ast": "*", "\\div": "/", "\\lbrace": "\\{", "\\rbrace": "\\}",
+    "\\lbrack": "[", "\\rbrack": "]", "\\lvert": "|", "\\rvert": "|", "\\vert": "|", "\\mid": "|",
+    "\\varnothing": "\\emptyset",
     "\\%": "%", "\\$": "$", "\\colon": ":", "\\bmod": "\\pmod", "\\mod": "\\pmod",
     "\\dots": "\\ldots", "\\cdots": "\\ldots", "\\degree": "°", "\\prime": "'",
     "\\lparen": "(", "\\rparen": ")", "\\thinspace": "", "\\approxeq": "\\approx", "\\simeq": "\\approx", "\\land": ",",
@@ -557,14 +559,14 @@ def pairs(a: tuple, b: tuple) -> Iterator[tuple]:
             yield x, y
 
 
-def same_value(a: tuple, b: tuple) -> bool | None:
-    """Whether two formulas have the same value wherever both are defined; None if that is at too few points to tell."""
+def same_value(a: tuple, b: tuple) -> bool:
+    """Whether two formulas have the same value wherever both are defined, which must be at three points or more."""
     agreed = 0
     for x, y in pairs(a, b):
         if not close(x, y):
             return False
         agreed += 1
-    return True if agreed >= (3 if names(a) | names(b) else 1) else None
+    return agreed >= (3 if names(a) | names(b) else 1)
 
 
 def constant_ratio(a: tuple, b: tuple, positive: bool) -> bool:

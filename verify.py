@@ -163,9 +163,10 @@ class Judge:
                 continue
             try:
                 equal = worker.ask(given, references)
-            except RuntimeError as error:  # there is no worker to be had: the caller must know
-                verdict.set_exception(error)
+            except RuntimeError as error:  # no worker can be had: the caller must know
                 equal = None
+                if not self._closed:
+                    verdict.set_exception(error)
             if equal is None:
                 self._replace(worker)
                 if not self._closed:
