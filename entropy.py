@@ -52,81 +52,63 @@ def _bits(index, key, odd):
     return x & 0x7FFFFFFF | 1
 
 
-UNIT = 0xFFFFFF * 2.0**-55  # makes them a number in (0, 1): below 1 even where fp32 rounds the 31 bits up
+UNIT = 0xFFFFFF * 2.0**-55  # makes these bits a number in (0, 1): below 1 even where fp32 rounds them up
 
-# ---------------------------------------------------------------- reference
-
-CHUNK = 1 << 18  # elements at a time, so that the passes over them find them in the cache
-
-
-def _spans(n: int, step: int) -> list[slice]:
-    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
-
-
-def _rows(logits: Tensor) -> list[slice]:
-    return _spans(len(logits), max(1, CHUNK // logits.shape[1]))
+# ---------------------------------------------------------------- reference: a tile in torch
 
 
 def _work_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _reduce(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """logits [t, v] -> w in base 2 and e^w [t, v]; m, log s and H [t]."""
+    z = logits.to(_work_dtype(logits))
+    m = z.amax(1, keepdim=True)
+    w = (z - m).mul_(LOG2E / temperature).clamp_min_(FINITE)
+    e = w.exp2()
+    s = e.sum(1)
+    log_s = s.log()
+    return w, e, m[:, 0] / temperature, log_s, log_s - (e * w).sum(1) * LN2 / s
+
+
 def _at_target(y: Tensor, v: int) -> tuple[Tensor, Tensor]:
-    """Whether y is a column of this tile of v columns [t], and the column [t, 1] (any, where it is not)."""
+    """Whether y [t] is one of the v columns of the tile, and a column [t, 1]: y, or the nearest if it is not."""
     return (y >= 0) & (y < v), y.clamp(0, v - 1)[:, None]
 
 
-def _shifted(z: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """m [t] in nats and w [t, v] in base 2."""
-    m = z.amax(1, keepdim=True)
-    return m[:, 0] / temperature, (z - m).mul_(LOG2E / temperature).clamp_min_(FINITE)
-
-
 def _stats_torch(logits: Tensor, y: Tensor, temperature: float) -> Tensor:
-    """Tile of logits [t, v], targets y [t] -> [3, t]: L, H, and z_y or 0 where y is outside of [0, v)."""
-    out = logits.new_empty(3, len(logits), dtype=_work_dtype(logits))
-    for r in _rows(logits):
-        m, w = _shifted(logits[r].to(out.dtype), temperature)
-        e = w.exp2()
-        s = e.sum(1)
-        out[0, r] = m + s.log()
-        out[1, r] = s.log() - w.mul_(e).sum(1) * LN2 / s
+    """logits [t, v], y [t] -> [3, t]: L, H, and z_y or -inf where y is outside of [0, v)."""
+    _, _, m, log_s, H = _reduce(logits, temperature)
     inside, column = _at_target(y, logits.shape[1])
-    out[2] = torch.where(inside, logits.gather(1, column)[:, 0].to(out.dtype) / temperature, 0)
-    return out
+    z_y = logits.gather(1, column)[:, 0].to(m.dtype) / temperature
+    return torch.stack((m + log_s, H, torch.where(inside, z_y, -math.inf)))
 
 
 def _grad_torch(
     logits: Tensor, y: Tensor, L: Tensor, H: Tensor, g_logp: Tensor, g_H: Tensor, temperature: float, out: Tensor
-) -> Tensor:
-    """Gradient of sum(g_logp log p_y + g_H H) -> out [t, v], in out's dtype; out may be the tile of logits itself."""
+) -> None:
+    """Gradient of sum(g_logp log p_y + g_H H) -> out [t, v] of any dtype; out may be the logits themselves."""
+    log_p = (logits.to(L.dtype) * (LOG2E / temperature)).sub_(L[:, None] * LOG2E).clamp_min_(FINITE)
+    p = log_p.exp2()
+    grad = log_p.mul_(g_H[:, None] * (-LN2 / temperature)).sub_(((g_logp + g_H * H) / temperature)[:, None]).mul_(p)
     inside, column = _at_target(y, logits.shape[1])
-    g_y = (g_logp * inside / temperature)[:, None]
-    slope, offset = -LN2 / temperature * g_H[:, None], (g_logp + g_H * H)[:, None] / temperature
-    for r in _rows(logits):
-        log_p = (logits[r].to(L.dtype) * (LOG2E / temperature)).sub_(L[r, None] * LOG2E).clamp_min_(FINITE)
-        p = log_p.exp2()
-        out[r] = log_p.mul_(slope[r]).sub_(offset[r]).mul_(p).scatter_add_(1, column[r], g_y[r])
-    return out
+    out.copy_(grad.scatter_add_(1, column, (g_logp * inside / temperature)[:, None]))
 
 
-def _sample_torch(logits: Tensor, temperature: float, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Gumbel-max, as the race that it is: the first of the exponential clocks E_j / p_j. -> token [B], [2, B]."""
-    token, out = torch.empty_like(seeds), logits.new_empty(2, len(logits), dtype=_work_dtype(logits))
-    keys = torch.stack(_row_keys(seeds, positions)).to(torch.int32)[:, :, None]
-    index = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    for r in _rows(logits):
-        _, w = _shifted(logits[r].to(out.dtype), temperature or 1.0)
-        e = w.exp2()
-        s = e.sum(1)
-        if temperature > 0:
-            clock = _bits(index, keys[0, r], keys[1, r]).to(w.dtype).mul_(-UNIT).log1p_()  # -E, exact near 0
-            token[r] = torch.div(e, clock, out=clock).argmin(1)
-        else:
-            token[r] = w.argmax(1)
-        out[0, r] = w.gather(1, token[r, None])[:, 0] * LN2 - s.log()
-        out[1, r] = s.log() - w.mul_(e).sum(1) * LN2 / s
-    return token, out
+def _sample_torch(
+    logits: Tensor, temperature: float, seeds: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gumbel-max as the race that it is: of exponential clocks E_j / p_j the first one wins."""
+    w, e, _, log_s, H = _reduce(logits, temperature or 1.0)
+    if temperature > 0:
+        key, odd = (k.to(torch.int32)[:, None] for k in _row_keys(seeds, positions))
+        index = torch.arange(w.shape[1], dtype=torch.int32, device=w.device)
+        minus_E = _bits(index, key, odd).to(w.dtype).mul_(-UNIT).log1p_()  # exact for the small E that win
+        token = torch.div(e, minus_E, out=minus_E).argmin(1)
+    else:
+        token = w.argmax(1)
+    return token, w.gather(1, token[:, None])[:, 0] * LN2 - log_s, H
 
 
 # ---------------------------------------------------------------- kernels: a row is read once, in blocks
@@ -152,7 +134,7 @@ if triton is not None:
         return grown, s, a
 
     @triton.jit
-    def _stats_kernel(logits, y, out, stride, column_stride, T, V, scale, BLOCK: tl.constexpr):
+    def _stats_kernel(logits, y, out, T, V, scale, stride, column_stride, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)  # axis 0 takes 2^31 - 1 programs, the others 65,535
         logits += row * stride
         m, s, a = tl.full((), _FINITE, tl.float32), tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
@@ -160,15 +142,14 @@ if triton is not None:
             m, s, a = _fold(_load(logits, start + tl.arange(0, BLOCK), column_stride, V, scale), m, s, a)
         target = tl.load(y + row)
         inside = (target >= 0) & (target < V)
-        z_y = tl.load(logits + target * column_stride, mask=inside, other=0).to(tl.float32)
+        z_y = tl.load(logits + target * column_stride, mask=inside, other=-float("inf")).to(tl.float32)
         tl.store(out + row, (m + tl.log2(s)) * _LN2)
         tl.store(out + T + row, (tl.log2(s) - a / s) * _LN2)
         tl.store(out + 2 * T + row, z_y * scale * _LN2)
 
     @triton.jit
     def _grad_kernel(
-        logits, y, L, H, g_logp, g_H, out, stride, column_stride, out_stride, V, n_blocks, scale,
-        BLOCK: tl.constexpr,
+        logits, y, L, H, g_logp, g_H, out, out_stride, V, n_blocks, scale, stride, column_stride, BLOCK: tl.constexpr
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64) // n_blocks
         columns = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
@@ -180,7 +161,7 @@ if triton is not None:
 
     @triton.jit
     def _sample_kernel(
-        logits, seeds, positions, token, out, stride, column_stride, B, V, scale,
+        logits, seeds, positions, token, logp, H, V, scale, stride, column_stride,
         GREEDY: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64)
@@ -198,56 +179,58 @@ if triton is not None:
                 z -= tl.log2(tl.where(u < 1 / 64, series, -tl.log(1 - u)))
             winner = tl.where(z > best, columns, winner)
             best = tl.maximum(best, z)
-        first = tl.min(tl.where(best == tl.max(best, 0), winner, V), 0)
-        z_token = tl.load(logits + first.to(tl.int64) * column_stride, mask=first < V, other=0).to(tl.float32)
-        tl.store(token + row, first.to(tl.int64))
-        tl.store(out + row, (z_token * scale - m - tl.log2(s)) * _LN2)
-        tl.store(out + B + row, (tl.log2(s) - a / s) * _LN2)
+        first = tl.min(tl.where(best == tl.max(best, 0), winner, V - 1), 0).to(tl.int64)
+        z_token = tl.load(logits + first * column_stride).to(tl.float32)
+        tl.store(token + row, first)
+        tl.store(logp + row, (z_token * scale - m - tl.log2(s)) * _LN2)
+        tl.store(H + row, (tl.log2(s) - a / s) * _LN2)
 
 
-def _launch(kernel, programs: int, V: int, *args, **constants) -> None:
-    with torch.cuda.device_of(args[0]):
-        kernel[(programs,)](*args, BLOCK=_block(V), num_warps=8, **constants)
+BLOCK = 4096
 
 
-def _block(V: int) -> int:
-    return min(4096, triton.next_power_of_2(V))
+def _launch(kernel, programs: int, logits: Tensor, *args, **constants) -> None:
+    with torch.cuda.device_of(logits):
+        kernel[(programs,)](logits, *args, *logits.stride(), **constants, BLOCK=BLOCK, num_warps=8)
 
 
 def _stats_triton(logits: Tensor, y: Tensor, temperature: float) -> Tensor:
     (T, V), out = logits.shape, logits.new_empty(3, len(logits), dtype=torch.float32)
-    _launch(_stats_kernel, T, V, logits, y, out, *logits.stride(), T, V, LOG2E / temperature)
+    _launch(_stats_kernel, T, logits, y, out, T, V, LOG2E / temperature)
     return out
 
 
-def _grad_triton(logits, y, L, H, g_logp, g_H, temperature, out):
-    (T, V), blocks = logits.shape, triton.cdiv(logits.shape[1], _block(logits.shape[1]))
-    args = logits, y, L, H, g_logp, g_H, out, *logits.stride(), out.stride(0), V, blocks, LOG2E / temperature
-    _launch(_grad_kernel, T * blocks, V, *args)
-    return out
+def _grad_triton(logits, y, L, H, g_logp, g_H, temperature, out) -> None:
+    (T, V), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
+    args = y, L, H, g_logp, g_H, out, out.stride(0), V, blocks, LOG2E / temperature
+    _launch(_grad_kernel, T * blocks, logits, *args)
 
 
-def _sample_triton(logits, temperature, seeds, positions):
+def _sample_triton(logits, temperature, seeds, positions) -> tuple[Tensor, Tensor, Tensor]:
     (B, V), token = logits.shape, torch.empty_like(seeds)
-    out = logits.new_empty(2, B, dtype=torch.float32)
-    args = logits, seeds, positions, token, out, *logits.stride(), B, V, LOG2E / (temperature or 1.0)
-    _launch(_sample_kernel, B, V, *args, GREEDY=temperature == 0)
-    return token, out
+    logp, H = logits.new_empty(2, B, dtype=torch.float32)
+    args = seeds, positions, token, logp, H, V, LOG2E / (temperature or 1.0)
+    _launch(_sample_kernel, B, logits, *args, GREEDY=temperature == 0)
+    return token, logp, H
 
 
-# ---------------------------------------------------------------- dispatch
+# ---------------------------------------------------------------- dispatch on the tensor, and the loops over tiles
 
 
-def _fused(x: Tensor) -> bool:
-    return x.is_cuda and triton is not None and x.dtype != torch.float64
+def _tile_functions(x: Tensor) -> tuple:
+    if x.is_cuda and triton is not None and x.dtype != torch.float64:
+        return _stats_triton, _grad_triton, _sample_triton
+    return _stats_torch, _grad_torch, _sample_torch
 
 
-def _stats(logits: Tensor, *args) -> Tensor:
-    return (_stats_triton if _fused(logits) else _stats_torch)(logits, *args)
+def _rows(logits: Tensor) -> list[slice]:
+    """All rows at once on a GPU; on a CPU as many as the cache holds, for the passes that the reference makes."""
+    return _spans(len(logits), len(logits) if logits.is_cuda else 2**18 // logits.shape[1])
 
 
-def _grad(logits: Tensor, *args) -> Tensor:
-    return (_grad_triton if _fused(logits) else _grad_torch)(logits, *args)
+def _spans(n: int, step: int) -> list[slice]:
+    step = max(step, 1)
+    return [slice(i, min(i + step, n)) for i in range(0, max(n, 1), step)]
 
 
 def sample(
@@ -259,16 +242,38 @@ def sample(
     log-probability [B] fp32, entropy [B] fp32, both in nats). The noise is a hash of (seed, position, vocabulary
     index): the same whatever else is in the batch, on CPU and on CUDA. Temperature 0 takes the largest logit and
     reports the distribution at 1. Not differentiable; nothing waits for the device, so CUDA graphs can hold it."""
-    run = _sample_triton if _fused(logits) else _sample_torch
-    token, (logp, H) = run(logits.detach(), temperature, seeds.contiguous(), positions.contiguous())
-    return token, logp, H
+    logits, seeds, positions = logits.detach(), seeds.contiguous(), positions.contiguous()
+    draw = _tile_functions(logits)[2]
+    parts = [draw(logits[r], temperature, seeds[r], positions[r]) for r in _rows(logits)]
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def token_stats(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """logits [T, V], targets [T] int64 -> (log-probability of the target [T], entropy [T]) of
     softmax(logits / temperature), fp32, in nats; float64 logits give float64. Differentiable in the logits, of which
-    any but all in a row may be -inf. A target outside of [0, V) gives NaN."""
+    any but all in a row may be -inf. A target outside of [0, V) has log-probability -inf."""
     return _TokenStats.apply(logits, targets.contiguous(), temperature)
+
+
+class _TokenStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, temperature):
+        stats = _tile_functions(logits)[0]
+        parts = [stats(logits[r], targets[r], temperature) for r in _rows(logits)]
+        L, H, z_y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        ctx.save_for_backward(logits, targets, L, H)
+        ctx.temperature = temperature
+        return z_y - L, H
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_logp, g_H):
+        logits, targets, L, H = ctx.saved_tensors
+        g_logp, g_H, grad = g_logp.contiguous(), g_H.contiguous(), _tile_functions(logits)[1]
+        d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        for r in _rows(logits):
+            grad(logits[r], targets[r], L[r], H[r], g_logp[r], g_H[r], ctx.temperature, d_logits[r])
+        return d_logits, None, None
 
 
 def linear_token_stats(
@@ -281,77 +286,54 @@ def linear_token_stats(
     return _LinearTokenStats.apply(hidden, weight, targets, temperature, tile_mb)
 
 
-def _joined(tiles: Tensor, targets: Tensor, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Statistics of K tiles [K, 3, T] -> log p_y, L, H of the whole vocabulary, by the chain rule of entropy."""
-    L_k, H_k, z_y = tiles.unbind(1)
-    L = L_k.logsumexp(0)
-    log_P = L_k - L
-    logp = torch.where((targets >= 0) & (targets < V), z_y.sum(0) - L, math.nan)
-    return logp, L, (log_P.exp() * (H_k - log_P)).sum(0)
-
-
-class _TokenStats(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, temperature):
-        logp, L, H = _joined(_stats(logits, targets, temperature)[None], targets, logits.shape[1])
-        ctx.save_for_backward(logits, targets, L, H)
-        ctx.temperature = temperature
-        return logp, H
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g_logp, g_H):
-        logits, targets, L, H = ctx.saved_tensors
-        out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        return _grad(logits, targets, L, H, g_logp.contiguous(), g_H.contiguous(), ctx.temperature, out), None, None
-
-
 class _LinearTokenStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, tile_mb):
+        stats, dtype = _tile_functions(hidden)[0], _work_dtype(hidden)
         rows, columns = _tiles(hidden, weight, tile_mb)
-        tiles = hidden.new_empty(len(columns), 3, len(hidden), dtype=_work_dtype(hidden))
+        tiles = hidden.new_empty(len(columns), 3, len(hidden), dtype=dtype)
         for k, c in enumerate(columns):
             for r in rows:
-                z = _tile(hidden[r], weight[c], tiles.dtype)
-                tiles[k, :, r] = _stats(z, targets[r] - c.start, temperature)
-        logp, L, H = _joined(tiles, targets, len(weight))
+                tiles[k, :, r] = stats(_logits(hidden[r], weight[c], dtype), targets[r] - c.start, temperature)
+        L_k, H_k, z_y = tiles.unbind(1)
+        L = L_k.logsumexp(0)
+        log_P = L_k - L
+        H = (log_P.exp() * (H_k - log_P)).sum(0)
         ctx.save_for_backward(hidden, weight, targets, L, H)
         ctx.temperature, ctx.tile_mb = temperature, tile_mb
-        return logp, H
+        return z_y.amax(0) - L, H
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_logp, g_H):
         hidden, weight, targets, L, H = ctx.saved_tensors
-        g_logp, g_H = g_logp.contiguous(), g_H.contiguous()
-        rows, columns = _tiles(hidden, weight, ctx.tile_mb)
-        d_hidden = torch.zeros_like(hidden, dtype=L.dtype) if ctx.needs_input_grad[0] else None
+        g_logp, g_H, grad = g_logp.contiguous(), g_H.contiguous(), _tile_functions(hidden)[1]
+        d_hidden = torch.zeros(hidden.shape, dtype=L.dtype, device=hidden.device)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        rows, columns = _tiles(hidden, weight, ctx.tile_mb)
         for c in columns:
-            d_tile = None if d_weight is None else d_weight[c].to(L.dtype)  # the slice itself where it is fp32
+            W, d_W = weight[c], None if d_weight is None else d_weight[c].to(L.dtype)  # no copy where it is fp32
             for r in rows:
-                z = _tile(hidden[r], weight[c], L.dtype)
-                dz = z if weight.dtype == z.dtype else torch.empty_like(z, dtype=weight.dtype)
-                _grad(z, targets[r] - c.start, L[r], H[r], g_logp[r], g_H[r], ctx.temperature, dz)
-                if d_hidden is not None:
-                    _addmm(d_hidden[r], dz, weight[c])
-                if d_weight is not None:
-                    _addmm(d_tile, dz.t(), hidden[r], beta=int(r.start > 0))
-            if d_weight is not None and d_weight.dtype != L.dtype:
-                d_weight[c] = d_tile
-        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, None, None, None
+                z = _logits(hidden[r], W, L.dtype)
+                dz = z if z.dtype == W.dtype else torch.empty_like(z, dtype=W.dtype)
+                grad(z, targets[r] - c.start, L[r], H[r], g_logp[r], g_H[r], ctx.temperature, dz)
+                if ctx.needs_input_grad[0]:
+                    _addmm(d_hidden[r], dz, W)
+                if d_W is not None:
+                    _addmm(d_W, dz.t(), hidden[r], beta=int(r.start > 0))
+            if d_W is not None and d_W.dtype != W.dtype:
+                d_weight[c] = d_W
+        return d_hidden.to(hidden.dtype), d_weight, None, None, None
 
 
 def _tiles(hidden: Tensor, weight: Tensor, tile_mb: float | None) -> tuple[list[slice], list[slice]]:
-    """Rows of hidden and columns of the logits: a tile is tall enough to keep the matrix products busy."""
+    """Rows and columns of the tiles, which are tall enough to keep the matrix products busy."""
     tall, mb = (8192, 512) if hidden.is_cuda else (512, 2)
-    rows = max(1, min(tall, len(hidden)))
-    elements = (tile_mb or mb) * 2**20 / _work_dtype(hidden).itemsize
-    return _spans(len(hidden), rows), _spans(len(weight), max(1, int(elements / rows)))
+    tall = max(1, min(tall, len(hidden)))
+    return _spans(len(hidden), tall), _spans(len(weight), int((tile_mb or mb) * 2**18 / tall))
 
 
-def _tile(h: Tensor, W: Tensor, dtype: torch.dtype) -> Tensor:
+def _logits(h: Tensor, W: Tensor, dtype: torch.dtype) -> Tensor:
     return _addmm(h.new_empty(len(h), len(W), dtype=dtype), h, W.t(), beta=0)
 
 
