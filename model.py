@@ -130,7 +130,7 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
     Flash attention over cumulative lengths on CUDA in half precision; elsewhere the sequences are laid out as padded
     rows, where the causal mask alone keeps real tokens away from the padding behind them.
     """
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))  # (T, H, D); rotation may give fp32
     if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and (flash := flash_attention()):
         ends, longest = packing["ends"], packing["longest"]
         return flash(q, k, v, ends, ends, longest, longest, scaling)[None], None
@@ -207,7 +207,8 @@ def token_logprobs(model: PreTrainedModel, rows: Sequence[Row], temperature: flo
     ids, positions, index, targets, packing = pack(rows, device)
     with attention(model, "packed"):
         hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, packing=packing).last_hidden_state
-    hidden = hidden[0].index_select(0, index)  # (N, d)
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
+    hidden = hidden[0].index_select(0, index).to(dtype)  # (N, d)
     head = model.get_output_embeddings().weight.to(hidden.dtype)  # (V, d)
     return linear_token_stats(hidden, head, targets, temperature)
 

@@ -89,7 +89,7 @@ class Config:
     temperature: float = knob(1.0, above=0)
     top_p: float = 1.0  # anything else is refused in training (SPEC 8.2)
     top_k: int = 0
-    slots: int = knob(256, low=1)  # responses sampled side by side
+    slots: int = knob(96, low=1)  # responses sampled side by side; each takes key/value cache for its longest
     dynamic_sampling: bool = False  # DAPO: drop all-right and all-wrong groups and sample others in their place ...
     dynamic_rounds: int = knob(3, low=1)  # ... at most so many times a step
 

@@ -169,6 +169,24 @@ def test_every_config_loads_and_takes_a_step_on_a_cpu(path, model_folder, proble
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
 
 
+def test_bf16_products_over_fp32_masters(model_folder, problem_file, tmp_path, parity):
+    """dtype bfloat16: the sampler runs a bf16 copy, the loss autocasts, master weights and moments stay fp32."""
+    runs = []
+
+    def spy(config, stack, set_up=run_module.set_up):
+        runs.append(set_up(config, stack))
+        return runs[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(r3, "set_up", spy)
+        r3.train(small(model_folder, problem_file, tmp_path / "run", dtype="bfloat16", steps=3))
+    (run,) = runs
+    assert {p.dtype for p in run.policy.parameters()} == {torch.float32}
+    assert {p.dtype for p in run.sampler.model.parameters()} == {torch.bfloat16}
+    steps = rows(tmp_path / "run")
+    assert [row["step"] for row in steps] == [1, 2, 3] and any(row["grad_norm"] for row in steps)
+
+
 # ---- two ranks -------------------------------------------------------------------------------------------------------
 
 
