@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -69,7 +70,7 @@ def sample_and_grade(
         if not broken:
             raise
         uid = problems[int(broken[1])].uid
-        raise UserError(f"query {uid!r}: the model's logits are not finite while sampling; its weights are broken") from error
+        raise UserError(f"query {uid!r}: the logits are not finite while sampling; the weights are broken") from error
     return [
         [(sample, (i, j) in verdicts and bool(verdicts[i, j].result())) for j, sample in enumerate(group)]
         for i, group in enumerate(groups)
@@ -148,7 +149,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--data", required=True, help="problems: JSONL, parquet or a hub data set")
     parser.add_argument("--n", type=positive, default=16, help="samples a problem")
     parser.add_argument("--k", type=positive, nargs="+", help="which pass@k to report (default: 1 and n)")
-    parser.add_argument("--max-new-tokens", type=positive, default=32768)
+    parser.add_argument("--max-new-tokens", type=positive, help="default: 32768, or what the model has room for")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--prompt-suffix", default="", help="text added to each problem")
@@ -162,12 +163,14 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     args.k = args.k or sorted({1, args.n})
     if max(args.k) > args.n:
         raise UserError(f"command line: --k {max(args.k)} needs at least as many samples, found --n {args.n}")
-    if args.temperature < 0:
+    if not 0 <= args.temperature < math.inf:
         raise UserError(f"command line: --temperature {args.temperature}, allowed: 0 (greedy) or above")
     if not 0 < args.top_p <= 1:
         raise UserError(f"command line: --top-p {args.top_p}, allowed: above 0 and at most 1")
     if args.out and not Path(args.out).absolute().parent.is_dir():
         raise UserError(f"command line: --out {args.out}: the folder does not exist")
+    if args.out and (Path(args.out).is_dir() or not os.access(Path(args.out).absolute().parent, os.W_OK)):
+        raise UserError(f"command line: --out {args.out}: it cannot be written, allowed: a file")
     return args
 
 
@@ -178,7 +181,11 @@ def main(argv: Sequence[str]) -> None:
     model, tokenizer = lm.load(args.model, device, pick_dtype(args.dtype, device))
     prompts = [lm.chat_prompt(tokenizer, p.problem + args.prompt_suffix) for p in problems]
     longest = max(map(len, prompts))
-    sampler = Sampler(model, lm.eos_ids(model, tokenizer), args.slots, longest + args.max_new_tokens)
+    room = lm.positions(model) - longest
+    if (args.max_new_tokens or 1) > room:
+        raise UserError(f"command line: --max-new-tokens {args.max_new_tokens}, allowed: up to {room}, the model's room")
+    max_new_tokens = args.max_new_tokens or min(32768, room)
+    sampler = Sampler(model, lm.eos_ids(model, tokenizer), args.slots, longest + max_new_tokens)
     start = time.perf_counter()
     with (
         Judge() as judge,
@@ -192,7 +199,7 @@ def main(argv: Sequence[str]) -> None:
             prompts,
             problems,
             n=args.n,
-            max_new_tokens=args.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             temperature=args.temperature,
             top_p=args.top_p,
             seed=args.seed,

@@ -16,11 +16,13 @@ import copy
 import difflib
 import functools
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -50,7 +52,7 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
     embedding do not fit, there is no end-of-sequence id, or the logits are not `hidden @ head.T` (SPEC 9).
     """
     folder = Path(name)
-    if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+    if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~")) or folder.parent.is_dir()):
         siblings = [str(p) for p in folder.parent.glob("*")] if folder.parent.is_dir() else []
         close = difflib.get_close_matches(name, siblings, n=1)
         raise UserError(f"model {name!r}: no such folder" + (f" (did you mean {close[0]!r}?)" if close else ""))
@@ -60,14 +62,23 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
-            name, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            name,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported, and refused below
         )
     except Exception as error:  # transformers and safetensors raise many kinds; each of them is about this folder
         what = str(error).strip().split("\n")[0][:300]
+        if "trust_remote_code" in str(error):
+            what = "it brings code of its own, which runs only with trust_remote_code = true"
         raise UserError(f"model {name!r}: it cannot be loaded: {type(error).__name__}: {what}") from error
-    missing = sorted(report["missing_keys"]) + sorted(str(k) for k in report.get("mismatched_keys", ()))
-    if missing:
-        raise UserError(f"model {name!r}: its weights lack {len(missing)} tensors, {missing[0]} among them")
+    wrong = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
+    if wrong:
+        raise UserError(f"model {name!r}: {len(wrong)} of its tensors missing or of another shape, {wrong[0]} among them")
+    if not tokenizer.encode("1+1=2", add_special_tokens=False):
+        raise UserError(f"model {name!r}: its tokenizer knows no text; is tokenizer.json missing?")
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(f"model {name!r}: the tokenizer has {len(tokenizer)} tokens, the embedding only {rows}")
@@ -76,7 +87,7 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
     model = model.to(device).eval()
     if model.device.type == "cpu":
         for p in model.parameters():
-            p.data = p.data.clone()  # out of the mapped file: aligned alike for any file, so a resume computes the same bits
+            p.data = p.data.clone()  # out of the mapped file: aligned alike for any file, so a resume has the same bits
     check_head(model, name)
     return model, tokenizer
 
@@ -87,6 +98,14 @@ def rounded_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for p in rounded.parameters():
         p.data = p.data.to(dtype)
     return rounded
+
+
+def positions(model: PreTrainedModel) -> int:
+    """How many tokens the model sees at once, prompt and response together; a sliding window ends them, too."""
+    config, limits = model.config, ["max_position_embeddings"]
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        limits.append("sliding_window")
+    return min(getattr(config, name, None) or sys.maxsize for name in limits)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer) -> set[int]:
@@ -103,6 +122,8 @@ def check_head(model: PreTrainedModel, name: str) -> None:
     hidden = model.base_model(input_ids=ids).last_hidden_state
     ours = hidden @ model.get_output_embeddings().weight.T
     theirs = model(input_ids=ids).logits
+    if not theirs.isfinite().all():
+        raise UserError(f"model {name!r}: its logits are not finite, so its weights are damaged")
     if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2 * theirs.abs().max().item()):
         raise UserError(
             f"model {name!r}: {type(model).__name__} changes its logits after the head (a scale, a soft cap or a bias); "
@@ -118,7 +139,10 @@ def chat_prompt(tokenizer, user: str, system: str = "") -> list[int]:
     if not tokenizer.chat_template:
         raise UserError(f"model {tokenizer.name_or_path!r}: its tokenizer has no chat template; add one to the folder")
     turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": user}]
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+    try:
+        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+    except TemplateError as error:  # bad syntax, or a turn that the template refuses, such as a system prompt
+        raise UserError(f"model {tokenizer.name_or_path!r}: its chat template fails: {error}") from error
 
 
 # ----------------------------------------------------------------------------------------- packed attention
@@ -152,6 +176,7 @@ def flash_attention():
 
 AttentionInterface.register("packed", packed_attention)
 transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()  # what its warnings are about, `load` checks
 
 
 @contextlib.contextmanager

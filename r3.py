@@ -164,9 +164,18 @@ class Config:
             raise UserError(f"minibatches = {self.minibatches}, allowed: at most batch_size = {self.batch_size}")
         if self.overlong_tokens >= self.max_new_tokens:
             raise UserError(f"overlong_tokens = {self.overlong_tokens}, allowed: below {self.max_new_tokens} = max_new_tokens")
+        if self.replay_k > self.buffer_per_query:
+            raise UserError(f"replay_k = {self.replay_k}, allowed: at most buffer_per_query = {self.buffer_per_query}")
+        if self.reflect and self.min_history > self.history:
+            raise UserError(f"min_history = {self.min_history}, allowed: at most 4 group_size = {self.history}")
         for place in ("{problem}", "{attempt}"):
             if place not in self.reflection_template:
                 raise UserError(f"reflection_template: found no {place}, allowed: text with {{problem}} and {{attempt}}")
+
+    @property
+    def history(self) -> int:
+        """Verdicts that a query is remembered by: those of its last four groups."""
+        return 4 * self.group_size
 
     @property
     def replays_anew(self) -> bool:

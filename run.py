@@ -95,9 +95,10 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     sampled_from = policy if shared else lm.rounded_copy(policy, dtype)
     reflection = c.reflection_tokens + len(tokenizer.encode(c.reflection_template)) + 64 if c.reflect else 0
     longest = c.max_prompt_tokens + reflection + c.max_new_tokens
+    check_room(problems, eval_problems, prompts, policy, tokenizer, c)
     sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, longest)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
-    buffer = ReplayBuffer(c.buffer_per_query, window=4 * c.group_size, min_history=c.min_history)
+    buffer = ReplayBuffer(c.buffer_per_query, window=c.history, min_history=c.min_history)
     parts = (policy, reference, tokenizer, sampler, optimizer, buffer, judge, signals, problems, prompts, eval_problems)
     run = Run(c, ranks, *parts)
     if folder:
@@ -118,17 +119,30 @@ def plain_prompt(problem: Problem, tokenizer, c) -> list[int]:
 def usable(problems: list[Problem], prompts: dict[str, list[int]], c) -> list[Problem]:
     """The problems whose reference answer grades itself as right and whose prompt fits; says how many do not."""
     faults = {} if c.check_answers == "off" else {f.uid: f for f in verify.check(problems) if f.bad}
-    for fault in list(faults.values())[:3]:
-        print(f"{fault.where}: {fault.reason}", file=sys.stderr)
-    if faults and c.check_answers == "refuse":
-        raise UserError(f"{c.data}: {len(faults)} reference answers cannot be graded; check_answers = drop leaves them out")
     fit = [p for p in problems if p.uid not in faults and len(prompts[p.uid]) <= c.max_prompt_tokens]
-    if len(fit) < len(problems):
-        long = len(problems) - len(fit) - len(faults)
-        print(f"{c.data}: left out {len(faults)} for their answer, {long} over max_prompt_tokens", file=sys.stderr)
+    long = len(problems) - len(fit) - len(faults)
+    left_out = f"left out {long} over max_prompt_tokens = {c.max_prompt_tokens} and {len(faults)} for their answer"
+    for fault in list(faults.values())[:1]:
+        left_out += f", the first is {fault.where}: {fault.reason}"
+        if c.check_answers == "refuse":
+            raise UserError(f"{fault.where}: {fault.reason} ({len(faults)} in all); check_answers = drop leaves them out")
     if len(fit) < c.batch_size:
-        raise UserError(f"{c.data}: {len(fit)} usable problems, allowed: at least batch_size = {c.batch_size}")
+        few = f"{len(fit)} usable problems, allowed: at least batch_size = {c.batch_size}"
+        raise UserError(f"{c.data}: {few}" + (f"; {left_out}" if len(fit) < len(problems) else ""))
+    if len(fit) < len(problems):
+        print(f"{c.data}: {left_out}", file=sys.stderr)
     return fit
+
+
+def check_room(problems: list[Problem], eval_problems: list[Problem], prompts, policy, tokenizer, c) -> None:
+    """Raises UserError for an evaluation prompt over the limit, and where the model has too few positions."""
+    for p in eval_problems:
+        if (length := len(plain_prompt(p, tokenizer, c))) > c.max_prompt_tokens:
+            raise UserError(f"{p.where}: the prompt has {length} tokens, allowed: {c.max_prompt_tokens} = max_prompt_tokens")
+    longest, positions = max(len(prompts[p.uid]) for p in problems), lm.positions(policy)
+    if longest + c.max_new_tokens > positions:
+        room = f"{positions - longest}, for the model has {positions} positions and the longest prompt takes {longest}"
+        raise UserError(f"max_new_tokens = {c.max_new_tokens}, allowed: at most {room}")
 
 
 def describe(groups: Sequence, suffix: str = "") -> dict[str, tuple[float, float]]:
@@ -231,7 +245,7 @@ def save(run: Run) -> None:
     if not run.whole or run.step == run.saved:
         return
     if not all(p.isfinite().all() for p in run.policy.parameters()):
-        raise UserError(f"lr = {c.lr}: weights are not finite after step {run.step}, which is not saved; try a smaller one")
+        raise UserError(f"lr = {c.lr}: weights are not finite after step {run.step}, it is not saved; try a smaller one")
     if run.ranks.main:
         run.logs.sync()  # the rows of a step are on the disk before its checkpoint is
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)

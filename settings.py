@@ -80,13 +80,15 @@ def read_yaml(file: str) -> list[tuple[str, object, str]]:
             return []
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{file}:{node.start_mark.line + 1}: found a {node.id}, allowed: lines of `key: value`")
-        pairs = [
-            (loader.construct_object(k), loader.construct_object(v, deep=True), f"{file}:{k.start_mark.line + 1}")
-            for k, v in node.value
-        ]
+        pairs = []
+        for k, v in node.value:
+            where = f"{file}:{k.start_mark.line + 1}"
+            pairs.append((str(loader.construct_object(k, deep=True)), loader.construct_object(v, deep=True), where))
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 (byte {error.start})") from error
-    except yaml.YAMLError as error:
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has, for example
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise UserError(f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
@@ -98,7 +100,7 @@ def read_yaml(file: str) -> list[tuple[str, object, str]]:
         if key in seen:
             raise UserError(f"{where}: key {key!r} stands twice, first at {seen[key]}")
         seen[key] = where
-    return [(str(key), value, where) for key, value, where in pairs]
+    return pairs
 
 
 def checked(field: dataclasses.Field, value, where: str):
@@ -114,15 +116,10 @@ def checked(field: dataclasses.Field, value, where: str):
         if out is None:
             raise UserError(f"{refuse}, allowed: true or false")
     elif kind in ("int", "float"):
-        try:
-            if isinstance(value, (bool, list, dict)) or value is None:
-                raise ValueError
-            out = float(value)
-            if not math.isfinite(out) or (kind == "int" and out != int(out)):
-                raise ValueError
-        except ValueError:
-            raise UserError(f"{refuse}, allowed: {'an integer' if kind == 'int' else 'a finite number'}") from None
-        out = int(out) if kind == "int" else out
+        out = number(value)
+        if out is None or (kind == "int" and out != int(out)):
+            raise UserError(f"{refuse}, allowed: {'an integer' if kind == 'int' else 'a finite number'}")
+        out = int(out) if kind == "int" else float(out)
         check_bounds(field, out, refuse)
     else:
         if not isinstance(value, str):
@@ -132,6 +129,20 @@ def checked(field: dataclasses.Field, value, where: str):
         if allowed and out not in allowed:
             raise UserError(f"{refuse}, allowed: {', '.join(allowed)}{nearest(out, allowed)}")
     return out
+
+
+def number(value) -> int | float | None:
+    """The finite number that a YAML value or a command line string stands for; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    for kind in (int, float):
+        if isinstance(value, (kind, str)):
+            try:
+                out = kind(value)
+                return out if math.isfinite(out) else None
+            except (ValueError, OverflowError):
+                continue
+    return None
 
 
 def check_bounds(field: dataclasses.Field, value: float, refuse: str) -> None:

@@ -181,7 +181,7 @@ def test_no_memory_while_sampling_ends_the_run_with_what_to_change(start, tmp_pa
     assert list(checkpoints(tmp_path / "run")) == ["step_000002"]
 
 
-# --------------------------------------------------------------------------------------------------------- the verifier
+# -------------------------------------------------------------------------------------------------------- the verifier
 
 
 def test_worker_that_dies_is_replaced_and_the_run_goes_on(start, tmp_path, monkeypatch):

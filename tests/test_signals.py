@@ -240,7 +240,7 @@ def test_signal_to_one_rank_stops_all_of_them_and_the_resumed_run_is_exact(start
     assert [row["step"] for row in rows(parts) if "loss" in row] == list(range(1, 8))
 
 
-# --------------------------------------------------------------------------------------------------- by the command line
+# -------------------------------------------------------------------------------------------------- by the command line
 
 
 def test_ctrl_c_at_the_command_line(short_model, problem_file, tmp_path):
