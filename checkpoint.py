@@ -65,12 +65,13 @@ def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks:
             os.rename(aside, final)
             fsync(final.parent)
             for folder in older[: len(older) + 1 - keep]:
-                shutil.rmtree(folder)
+                os.rename(folder, folder.with_name(f".{folder.name}.tmp"))  # so that none is ever there in part
+            clean(run_dir)
         ranks.barrier()
 
 
 def clean(run_dir: Path) -> None:
-    """Removes what a save that was killed or failed has left."""
+    """Removes checkpoints that are being written or pruned, and what a save that was killed or failed has left."""
     for leftover in (run_dir / "checkpoints").glob(".step_*.tmp"):
         shutil.rmtree(leftover)
 

@@ -244,7 +244,8 @@ def replace_model(make):
     return replaced
 
 
-SIZES = {"vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES["vocab_size"] = 272
 
 
 def granite():
