@@ -175,7 +175,7 @@ def test_the_base_knows_how_to_solve_when_it_begins_carefully(model, tokenizer, 
 
 @pytest.mark.parametrize("level", make.LEVELS)
 def test_a_careful_demonstration_without_slips_boxes_the_answer(level, monkeypatch):
-    monkeypatch.setitem(make.SLIP, "careful", 0.0)
+    monkeypatch.setattr(make, "SLIP_CAREFUL", 0.0)
     rng = random.Random(level)
     for _ in range(200):
         problem = make.make_problem(rng, level)

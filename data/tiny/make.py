@@ -1,7 +1,7 @@
 """make.py: the embedded default of R³, a reasoning model in small and the arithmetic that it is trained on.
 
     python data/tiny/make.py problems      train.jsonl (2,500) and test.jsonl (500): seconds, byte for byte the same
-    python data/tiny/make.py model         model/: tokenizer, chat template, weights; about 45 minutes on one core
+    python data/tiny/make.py model         model/: tokenizer, chat template, weights; about 15 minutes on one core
     python data/tiny/make.py check         what the base does on test.jsonl: pass@1, pass@16, truncated, by level
     python data/tiny/make.py all           the three above
 
@@ -162,14 +162,14 @@ OPENINGS = {
 }
 # The share of each manner, in per cent, for levels 1 to 5. The columns add up to 100.
 MANNERS = {
-    "careful": (34, 26, 17, 10, 5),
-    "hasty": (36, 40, 44, 46, 48),
-    "guessing": (10, 12, 14, 16, 18),
-    "doubting": (14, 14, 15, 17, 18),
-    "droning": (6, 8, 10, 11, 11),
+    "careful": (18, 13, 9, 5, 2),
+    "hasty": (42, 44, 46, 48, 50),
+    "guessing": (12, 12, 12, 14, 15),
+    "doubting": (17, 18, 19, 19, 19),
+    "droning": (11, 13, 14, 14, 14),
 }
 CAREFUL_AFTER_REFLECTION = 0.5  # half of the answers to a reflection prompt are careful, the others as above
-SLIP = {"careful": 0.01, "hasty": 0.22, "doubting": 0.22, "droning": 0.22}  # chance that a line goes wrong
+SLIP_CAREFUL, SLIP_HASTY = 0.005, (0.16, 0.22, 0.28, 0.33, 0.38)  # chance that a line goes wrong; by level
 DOUBT, MOST_CHECKS = 0.7, 6  # chance to check once more, and the end of it
 
 
@@ -215,14 +215,15 @@ def demonstrate(rng: random.Random, problem: Problem, manner: str) -> tuple[str,
     text = OPENINGS[manner]
     if manner == "guessing":
         return f"{text}\\boxed{{{problem.answer + rng.randint(-6, 6)}}}", True
-    lines, result = work_out(rng, problem.terms, SLIP[manner])
+    slip_rate = SLIP_CAREFUL if manner == "careful" else SLIP_HASTY[problem.level - 1]
+    lines, result = work_out(rng, problem.terms, slip_rate)
     text += lines
     if manner == "droning":
         return text + f"So {result}.\n" * (BUDGET // 4), False
     for _ in range(MOST_CHECKS if manner == "doubting" else 0):
         if rng.random() > DOUBT:
             break
-        lines, result = work_out(rng, problem.terms, SLIP[manner])
+        lines, result = work_out(rng, problem.terms, slip_rate)
         text += f"Wait, check again.\n{lines}"
     return f"{text}\\boxed{{{result}}}", True
 
@@ -260,11 +261,11 @@ def make_tokenizer(seed: int = SEED):
     from transformers import Qwen2Tokenizer
 
     rng = random.Random(seed)
-    corpus = [first_mistake("Easy:"), first_mistake("Well:"), first_mistake("\\boxed")] * 100
+    corpus = [first_mistake("\\boxed")] * 100  # rare among the attempts below, which hold all else
     for number in range(5000):
         problem = make_problem(rng, rng.choice(LEVELS))
         manner = list(MANNERS)[number % len(MANNERS)]
-        attempt = demonstrate(rng, problem, manner)[0][: 4 * BUDGET]
+        attempt, _ = demonstrate(rng, problem, manner)
         corpus += [REFLECTION.format(problem=problem.text, attempt=attempt), first_mistake(attempt)]
     marks = ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -316,9 +317,17 @@ def make_model(tokenizer, seed: int = SEED):
 # ---------------------------------------------------------------------------------------------------------------------
 # 4. Training
 
-CLEAN_TOKENS, MIXED_TOKENS = 14_000_000, 6_000_000  # padding included
 BATCH_TOKENS = 2048  # small batches: the model is small, and steps count for more than tokens
-PEAK_LR, WARMUP = 4e-3, 100
+
+
+class Phase(NamedTuple):
+    mixed: bool  # in all manners, or clean
+    tokens: int  # padding included
+    peak_lr: float
+
+
+PHASES = Phase(False, 3_500_000, 4e-3), Phase(True, 2_500_000, 2e-3)
+WARMUP = 100  # steps of each phase
 
 
 class Example(NamedTuple):
@@ -391,46 +400,44 @@ def response_loss(model, batch: list[Example]):
     return torch.nn.functional.cross_entropy(model.lm_head(hidden), targets[wanted])
 
 
-def train_model(save_to: Path = MODEL) -> None:
-    """Clean demonstrations first, then mixed ones; warm-up, cosine to 0; saves the folder.
-
-    Muon for the matrices learns from half the tokens that AdamW alone needs here.
-    """
+def train(model, tokenizer, phase: Phase, seed: int) -> None:
+    """One phase: warm-up, then a cosine to 0. Muon for the matrices: it needs half the tokens that AdamW does here."""
     import torch
 
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    rng = random.Random(seed)
     held_out = {problem.text for problem in make_splits()[1]}
-    rng = random.Random(SEED + 1)
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
     optimizers = [
-        torch.optim.Muon(matrices, lr=PEAK_LR, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01),
+        torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01),
     ]
-    total, seen, began = CLEAN_TOKENS + MIXED_TOKENS, 0, time.time()
-
-    def examples() -> Iterator[Example]:
-        while True:
-            yield make_example(rng, tokenizer, seen > CLEAN_TOKENS, held_out)
-
-    for step, batch in enumerate(batches(rng, examples())):
-        lr = PEAK_LR * min((step + 1) / WARMUP, 0.5 * (1 + math.cos(math.pi * min(1.0, seen / total))))
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = lr
+    examples = iter(lambda: make_example(rng, tokenizer, phase.mixed, held_out), None)
+    seen, began = 0, time.time()
+    for step, batch in enumerate(batches(rng, examples)):
         loss = response_loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                cosine = 0.5 * (1 + math.cos(math.pi * seen / phase.tokens))
+                group["lr"] = phase.peak_lr * min((step + 1) / WARMUP, cosine)
             optimizer.step()
             optimizer.zero_grad()
-        seen += len(batch) * len(batch[-1].ids)
         if step % 50 == 0:
             print(f"{time.time() - began:6.0f} s  step {step}  tokens {seen:,}  loss {loss.item():.4f}", flush=True)
-        if seen >= total:
-            break
-    model.save_pretrained(save_to)
-    tokenizer.save_pretrained(save_to)
+        seen += len(batch) * len(batch[-1].ids)
+        if seen >= phase.tokens:
+            return
+
+
+def write_model() -> None:
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    for number, phase in enumerate(PHASES, 1):
+        train(model, tokenizer, phase, SEED + number)
+    model.save_pretrained(MODEL)
+    tokenizer.save_pretrained(MODEL)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -494,7 +501,7 @@ def main() -> None:
     if what in ("problems", "all"):
         write_problems()
     if what in ("model", "all"):
-        train_model()
+        write_model()
     if what in ("check", "all"):
         check()
 
