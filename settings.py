@@ -2,14 +2,17 @@
 
     config = parse(Config, ["--config", "configs/tiny.yaml", "--lr=1e-4", "--resume"])
 
-A field is `int`, `float`, `bool`, `str` or one of these `| None`; `knob` and `choice` say what it may be. Every mistake
-is a UserError that names file and line, or the argument. Left out: nested keys, includes, interpolation.
+A field is `int`, `float`, `bool`, `str` or one of these `| None`, its module begins with `from __future__ import
+annotations`, and `knob` and `choice` say what it may be. Every mistake is a UserError that names file and line, or the
+argument. Left out: nested keys, includes, interpolation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,57 +108,66 @@ def read_yaml(file: str) -> list[tuple[str, object, str]]:
 
 def checked(field: dataclasses.Field, value, where: str):
     """`value` (from YAML or a command line string) as the field's type and within its bounds, or UserError."""
-    kinds = field.type.split(" | ")
+    kind, *optional = field.type.split(" | ")
     refuse = f"{where}: {field.name} = {value!r}"
-    if "None" in kinds and (value is None or value in ("none", "None", "null", "")):
+    if optional and value in (None, "none", "None", "null", ""):
         return None
-    kind = kinds[0]
-    if kind == "bool":
-        named = {"true": True, "false": False, "1": True, "0": False, "yes": True, "no": False}
-        out = named.get(str(value).lower())
-        if out is None:
-            raise UserError(f"{refuse}, allowed: true or false")
-    elif kind in ("int", "float"):
-        out = number(value)
-        if out is None or (kind == "int" and out != int(out)):
-            raise UserError(f"{refuse}, allowed: {'an integer' if kind == 'int' else 'a finite number'}")
-        out = int(out) if kind == "int" else float(out)
-        check_bounds(field, out, refuse)
-    else:
-        if not isinstance(value, str):
-            raise UserError(f"{refuse}, allowed: text")
-        out = value
-        allowed = field.metadata.get("allowed")
-        if allowed and out not in allowed:
-            raise UserError(f"{refuse}, allowed: {', '.join(allowed)}{nearest(out, allowed)}")
+    convert, meaning = KINDS[kind]
+    out = convert(value)
+    if out is None:
+        raise UserError(f"{refuse}, allowed: {meaning}")
+    choices = field.metadata.get("allowed", (out,))
+    if out not in choices:
+        raise UserError(f"{refuse}, allowed: {', '.join(choices)}{nearest(out, choices)}")
+    bounds = [(words, field.metadata[b], holds) for b, words, holds in BOUNDS if field.metadata.get(b) is not None]
+    if not all(holds(out, bound) for _, bound, holds in bounds):
+        raise UserError(f"{refuse}, allowed: {' and '.join(f'{words} {bound}' for words, bound, _ in bounds)}")
     return out
 
 
-def number(value) -> int | float | None:
-    """The finite number that a YAML value or a command line string stands for; None for anything else."""
+BOUNDS = (
+    ("low", "at least", operator.ge),
+    ("above", "above", operator.gt),
+    ("high", "at most", operator.le),
+    ("below", "below", operator.lt),
+)
+
+
+def text(value) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def boolean(value) -> bool | None:
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(str(value).lower())
+
+
+def number(value) -> float | None:
+    """Finite; a string counts if it is one (YAML takes 1e-6 for text)."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
-    for kind in (int, float):
-        if isinstance(value, (kind, str)):
-            try:
-                out = kind(value)
-                return out if math.isfinite(out) else None
-            except (ValueError, OverflowError):
-                continue
-    return None
+    try:
+        return float(value) if math.isfinite(float(value)) else None
+    except (ValueError, OverflowError):
+        return None
 
 
-def check_bounds(field: dataclasses.Field, value: float, refuse: str) -> None:
-    bounds = field.metadata
-    tests = [
-        ("low", "at least", lambda b: value >= b),
-        ("above", "above", lambda b: value > b),
-        ("high", "at most", lambda b: value <= b),
-        ("below", "below", lambda b: value < b),
-    ]
-    given = [(words, bounds[name], test) for name, words, test in tests if bounds.get(name) is not None]
-    if not all(test(bound) for _, bound, test in given):
-        raise UserError(f"{refuse}, allowed: {' and '.join(f'{words} {bound}' for words, bound, _ in given)}")
+def integer(value) -> int | None:
+    """Exact at any size; 1e3 counts."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return int(value)
+    whole = number(value)
+    if whole is None or not whole.is_integer():
+        return None
+    return value if isinstance(value, int) else int(whole)
+
+
+KINDS = {
+    "str": (text, "text"),
+    "bool": (boolean, "true or false"),
+    "int": (integer, "an integer"),
+    "float": (number, "a finite number"),
+}
 
 
 def print_help(cls) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,9 +14,36 @@ from test_signals import AlgebraJudge, descendants
 from tiny_run import RuleJudge, assert_same_run, at, checkpoints, crash, rows, short_model, start, whole
 from transformers import Qwen2ForCausalLM
 
+import model as lm
 import r3
 import rollout
 import verify
+from errors import UserError
+
+# ------------------------------------------------------------------------------------------------------------- safety
+
+
+def test_run_from_local_files_opens_no_connection(start, tmp_path, monkeypatch):
+    """Nothing is asked of the hub, even where it may be asked, and nothing is sent."""
+
+    def refuse(*_, **__):
+        raise AssertionError("a connection")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    for place in ("socket.socket.connect", "socket.socket.sendto", "socket.getaddrinfo"):
+        monkeypatch.setattr(place, refuse)
+    start(tmp_path / "run", steps=2)
+
+
+def test_code_of_a_model_is_not_run_unless_asked(short_model, monkeypatch):
+    assert r3.Config().trust_remote_code is False
+    asked = []
+    monkeypatch.setattr(lm.AutoConfig, "from_pretrained", lambda *_, trust_remote_code: asked.append(trust_remote_code))
+    for trust in (False, True):
+        with pytest.raises(UserError):
+            lm.load(str(short_model), "cpu", torch.float32, *[trust] * trust)
+    assert asked == [False, True]
+
 
 # ------------------------------------------------------------------------------------------------ numbers that are none
 
@@ -101,7 +129,7 @@ def test_weights_that_are_not_finite_are_never_saved(start, tmp_path, monkeypatc
     assert list(checkpoints(tmp_path / "run")) == ["step_000002"]
 
 
-def test_logits_that_are_not_finite_in_sampling_end_the_run_and_name_the_query(start, tmp_path, monkeypatch, capsys):
+def test_sampling_from_logits_that_are_not_finite_names_the_query(start, tmp_path, monkeypatch, capsys):
     spoil(monkeypatch, Qwen2ForCausalLM, "forward", [70], nan_logits)
     with pytest.raises(SystemExit) as end:
         start(tmp_path / "run", save_every=99, eval_data="")
@@ -123,7 +151,7 @@ def judge_that_says(right: bool):
 
 
 @pytest.mark.parametrize("changes", [{"dynamic_sampling": True}, {"length_reward": 0}], ids=str)
-def test_step_whose_groups_are_all_filtered_is_skipped_and_counted(start, tmp_path, short_model, changes, monkeypatch):
+def test_step_whose_groups_are_all_filtered_is_skipped(start, tmp_path, short_model, changes, monkeypatch):
     """Neither weights nor moments change, and weight decay does not act alone."""
     monkeypatch.setattr("tiny_run.RuleJudge", judge_that_says(False))
     run_dir = start(tmp_path / "run", rank=False, weight_decay=0.1, **changes)
@@ -160,7 +188,7 @@ def no_memory():
     raise torch.OutOfMemoryError("a fault that a test injected")
 
 
-def test_no_memory_for_half_a_micro_batch_ends_the_run_with_what_to_change(start, tmp_path, monkeypatch, capsys):
+def test_no_memory_for_half_a_micro_batch_ends_the_run_saying_why(start, tmp_path, monkeypatch, capsys):
     spoil(monkeypatch, r3, "backward", range(8, 999), lambda *_: no_memory())
     with pytest.raises(SystemExit) as end:
         start(tmp_path / "run", token_budget=256, save_every=99, eval_data="")
