@@ -2,13 +2,13 @@
 
 With z the logits over the temperature, m = max z, w = z - m <= 0:
     s = sum e^w,  a = sum e^w w          in one pass: when m grows by D, a <- e^-D (a - D s), then s <- e^-D s
-    L = m + log s,  log p_y = z_y - L    and p = e^w / s
+    log p_y = w_y - log s                p = e^w / s
     H = -sum p log p = log s - a / s     two terms >= 0: nothing cancels, whatever the size of the logits
 
-The gradients need L and H alone:  d log p_y / dz_j = [j = y] - p_j,  d H / dz_j = -p_j (log p_j + H).  Tiles k of
-the vocabulary join by the chain rule of entropy:  P_k = e^(L_k - L),  H = sum P_k (H_k - log P_k).  So there are
-three functions of a tile, `stats`, `grad` and `sample`, each in torch and in Triton, and all else is loops.
-Exponentials are taken in base 2, which is the fast one on GPUs and in torch's CPU code alike.
+The gradients need m, s and H alone:  d log p_y / dz_j = [j = y] - p_j,  d H / dz_j = -p_j (log p_j + H).
+Tiles k of the vocabulary join by the chain rule of entropy:  P_k = s_k e^(m_k - m) / s,  H = sum P_k (H_k - log P_k).
+So there are three functions of a tile, `stats`, `grad` and `sample`, each in torch and in Triton, and the rest is
+loops. Exponentials are taken in base 2, which is the fast one on GPUs and in torch's CPU code alike.
 
 Letters: T tokens, V vocabulary, d width of the hidden state, B rows being sampled, y target, g_ upstream gradient.
 """
@@ -62,14 +62,14 @@ def _work_dtype(x: Tensor) -> torch.dtype:
 
 
 def _reduce(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """logits [t, v] -> w in base 2 and e^w [t, v]; m, log s and H [t]."""
+    """logits [t, v] -> w in base 2 and e^w [t, v]; the largest logit, log s and H [t]."""
     z = logits.to(_work_dtype(logits))
-    m = z.amax(1, keepdim=True)
-    w = (z - m).mul_(LOG2E / temperature).clamp_min_(FINITE)
+    top = z.amax(1)
+    w = (z - top[:, None]).mul_(LOG2E / temperature).clamp_min_(FINITE)
     e = w.exp2()
     s = e.sum(1)
     log_s = s.log()
-    return w, e, m[:, 0] / temperature, log_s, log_s - (e * w).sum(1) * LN2 / s
+    return w, e, top, log_s, log_s - (e * w).sum(1) * LN2 / s
 
 
 def _at_target(y: Tensor, v: int) -> tuple[Tensor, Tensor]:
@@ -78,22 +78,25 @@ def _at_target(y: Tensor, v: int) -> tuple[Tensor, Tensor]:
 
 
 def _stats_torch(logits: Tensor, y: Tensor, temperature: float) -> Tensor:
-    """logits [t, v], y [t] -> [3, t]: L, H, and z_y or -inf where y is outside of [0, v)."""
-    _, _, m, log_s, H = _reduce(logits, temperature)
+    """logits [t, v], y [t] -> [4, t]: the largest logit, log s, H, and w_y or -inf where y is outside of [0, v)."""
+    _, _, top, log_s, H = _reduce(logits, temperature)
     inside, column = _at_target(y, logits.shape[1])
-    z_y = logits.gather(1, column)[:, 0].to(m.dtype) / temperature
-    return torch.stack((m + log_s, H, torch.where(inside, z_y, -math.inf)))
+    w_y = (logits.gather(1, column)[:, 0].to(top.dtype) - top) / temperature
+    return torch.stack((top, log_s, H, torch.where(inside, w_y, -math.inf)))
 
 
 def _grad_torch(
-    logits: Tensor, y: Tensor, L: Tensor, H: Tensor, g_logp: Tensor, g_H: Tensor, temperature: float, out: Tensor
+    logits: Tensor, y: Tensor, saved: Tensor, g_logp: Tensor, g_H: Tensor, temperature: float, out: Tensor
 ) -> None:
-    """Gradient of sum(g_logp log p_y + g_H H) -> out [t, v] of any dtype; out may be the logits themselves."""
-    log_p = (logits.to(L.dtype) * (LOG2E / temperature)).sub_(L[:, None] * LOG2E).clamp_min_(FINITE)
+    """Gradient of sum(g_logp log p_y + g_H H) -> out [t, v] of any dtype; out may be the logits themselves.
+    saved [3, t]: the largest logit, log s and H of the whole rows."""
+    top, log_s, H = saved[:, :, None]
+    log_p = (logits.to(H.dtype) - top).mul_(LOG2E / temperature).sub_(log_s * LOG2E).clamp_min_(FINITE)
     p = log_p.exp2()
-    grad = log_p.mul_(g_H[:, None] * (-LN2 / temperature)).sub_(((g_logp + g_H * H) / temperature)[:, None]).mul_(p)
+    g_y, g = g_logp[:, None] / temperature, g_H[:, None] / temperature
     inside, column = _at_target(y, logits.shape[1])
-    out.copy_(grad.scatter_add_(1, column, (g_logp * inside / temperature)[:, None]))
+    grad = log_p.mul_(g * -LN2).sub_(g_y + g * H).mul_(p).scatter_add_(1, column, g_y * inside[:, None])
+    out.copy_(grad)
 
 
 def _sample_torch(
@@ -118,17 +121,16 @@ if triton is not None:
     _row_keys_kernel, _bits_kernel = triton.jit(_row_keys), triton.jit(_bits)
 
     @triton.jit
-    def _load(row, columns, stride, V, scale):
+    def _load(row, columns, stride, V):
         z = tl.load(row + columns.to(tl.int64) * stride, mask=columns < V, other=-float("inf")).to(tl.float32)
-        return tl.where(z == -float("inf"), _FINITE, z * scale)  # keeps NaN, unlike a maximum
+        return tl.where(z == -float("inf"), _FINITE, z)  # keeps NaN, unlike a maximum
 
     @triton.jit
-    def _fold(z, m, s, a):
-        """A block of z into m, s and a, all in base 2: the first line of the derivation."""
-        grown = tl.maximum(m, tl.max(z, 0))
-        w = z - grown
+    def _fold(z, top, s, a, scale):
+        """A block of logits into the three numbers that a row carries along: the first line of the derivation."""
+        grown = tl.maximum(top, tl.max(z, 0))
+        w, D = (z - grown) * scale, (grown - top) * scale
         e = tl.exp2(w)
-        D = grown - m
         a = tl.exp2(-D) * (a - D * s) + tl.sum(e * w, 0)
         s = tl.exp2(-D) * s + tl.sum(e, 0)
         return grown, s, a
@@ -137,23 +139,26 @@ if triton is not None:
     def _stats_kernel(logits, y, out, T, V, scale, stride, column_stride, BLOCK: tl.constexpr):
         row = tl.program_id(0).to(tl.int64)  # axis 0 takes 2^31 - 1 programs, the others 65,535
         logits += row * stride
-        m, s, a = tl.full((), _FINITE, tl.float32), tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
+        top, s, a = tl.full((), _FINITE, tl.float32), tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
         for start in range(0, V, BLOCK):
-            m, s, a = _fold(_load(logits, start + tl.arange(0, BLOCK), column_stride, V, scale), m, s, a)
+            top, s, a = _fold(_load(logits, start + tl.arange(0, BLOCK), column_stride, V), top, s, a, scale)
         target = tl.load(y + row)
         inside = (target >= 0) & (target < V)
         z_y = tl.load(logits + target * column_stride, mask=inside, other=-float("inf")).to(tl.float32)
-        tl.store(out + row, (m + tl.log2(s)) * _LN2)
-        tl.store(out + T + row, (tl.log2(s) - a / s) * _LN2)
-        tl.store(out + 2 * T + row, z_y * scale * _LN2)
+        tl.store(out + row, top)
+        tl.store(out + T + row, tl.log2(s) * _LN2)
+        tl.store(out + 2 * T + row, (tl.log2(s) - a / s) * _LN2)
+        tl.store(out + 3 * T + row, (z_y - top) * scale * _LN2)
 
     @triton.jit
     def _grad_kernel(
-        logits, y, L, H, g_logp, g_H, out, out_stride, V, n_blocks, scale, stride, column_stride, BLOCK: tl.constexpr
+        logits, y, top, log_s, H, g_logp, g_H, out, out_stride, V, blocks, scale, stride, column_stride,
+        BLOCK: tl.constexpr,
     ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64) // n_blocks
-        columns = tl.program_id(0) % n_blocks * BLOCK + tl.arange(0, BLOCK)
-        log_p = _load(logits + row * stride, columns, column_stride, V, scale) - tl.load(L + row) * _LOG2E
+        row = tl.program_id(0).to(tl.int64) // blocks
+        columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+        w = (_load(logits + row * stride, columns, column_stride, V) - tl.load(top + row)) * scale
+        log_p = w - tl.load(log_s + row) * _LOG2E
         g_y, g = tl.load(g_logp + row), tl.load(g_H + row)
         grad = tl.where(columns == tl.load(y + row), g_y, 0.0)
         grad -= tl.exp2(log_p) * (g_y + g * (log_p * _LN2 + tl.load(H + row)))
@@ -167,22 +172,22 @@ if triton is not None:
         row = tl.program_id(0).to(tl.int64)
         logits += row * stride
         key, odd = _row_keys_kernel(tl.load(seeds + row), tl.load(positions + row))
-        m, s, a = tl.full((), _FINITE, tl.float32), tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
+        top, s, a = tl.full((), _FINITE, tl.float32), tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
         best, winner = tl.full((BLOCK,), -float("inf"), tl.float32), tl.full((BLOCK,), 0, tl.int32)
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            z = _load(logits, columns, column_stride, V, scale)
-            m, s, a = _fold(z, m, s, a)
+            z = _load(logits, columns, column_stride, V)
+            top, s, a = _fold(z, top, s, a, scale)
             if not GREEDY:
                 u = _bits_kernel(columns, key.to(tl.int32), odd.to(tl.int32)).to(tl.float32) * _UNIT
                 series = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))  # where 1 - u would lose its digits
-                z -= tl.log2(tl.where(u < 1 / 64, series, -tl.log(1 - u)))
+                z = z * scale - tl.log2(tl.where(u < 1 / 64, series, -tl.log(1 - u)))
             winner = tl.where(z > best, columns, winner)
             best = tl.maximum(best, z)
         first = tl.min(tl.where(best == tl.max(best, 0), winner, V - 1), 0).to(tl.int64)
         z_token = tl.load(logits + first * column_stride).to(tl.float32)
         tl.store(token + row, first)
-        tl.store(logp + row, (z_token * scale - m - tl.log2(s)) * _LN2)
+        tl.store(logp + row, ((z_token - top) * scale - tl.log2(s)) * _LN2)
         tl.store(H + row, (tl.log2(s) - a / s) * _LN2)
 
 
@@ -195,14 +200,14 @@ def _launch(kernel, programs: int, logits: Tensor, *args, **constants) -> None:
 
 
 def _stats_triton(logits: Tensor, y: Tensor, temperature: float) -> Tensor:
-    (T, V), out = logits.shape, logits.new_empty(3, len(logits), dtype=torch.float32)
+    (T, V), out = logits.shape, logits.new_empty(4, len(logits), dtype=torch.float32)
     _launch(_stats_kernel, T, logits, y, out, T, V, LOG2E / temperature)
     return out
 
 
-def _grad_triton(logits, y, L, H, g_logp, g_H, temperature, out) -> None:
+def _grad_triton(logits, y, saved, g_logp, g_H, temperature, out) -> None:
     (T, V), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
-    args = y, L, H, g_logp, g_H, out, out.stride(0), V, blocks, LOG2E / temperature
+    args = y, *saved, g_logp, g_H, out, out.stride(0), V, blocks, LOG2E / temperature
     _launch(_grad_kernel, T * blocks, logits, *args)
 
 
@@ -260,19 +265,19 @@ class _TokenStats(torch.autograd.Function):
     def forward(ctx, logits, targets, temperature):
         stats = _tile_functions(logits)[0]
         parts = [stats(logits[r], targets[r], temperature) for r in _rows(logits)]
-        L, H, z_y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        ctx.save_for_backward(logits, targets, L, H)
+        top, log_s, H, w_y = saved = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        ctx.save_for_backward(logits, targets, saved[:3])
         ctx.temperature = temperature
-        return z_y - L, H
+        return w_y - log_s, H.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_logp, g_H):
-        logits, targets, L, H = ctx.saved_tensors
+        logits, targets, saved = ctx.saved_tensors
         g_logp, g_H, grad = g_logp.contiguous(), g_H.contiguous(), _tile_functions(logits)[1]
         d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         for r in _rows(logits):
-            grad(logits[r], targets[r], L[r], H[r], g_logp[r], g_H[r], ctx.temperature, d_logits[r])
+            grad(logits[r], targets[r], saved[:, r], g_logp[r], g_H[r], ctx.temperature, d_logits[r])
         return d_logits, None, None
 
 
@@ -291,32 +296,34 @@ class _LinearTokenStats(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, tile_mb):
         stats, dtype = _tile_functions(hidden)[0], _work_dtype(hidden)
         rows, columns = _tiles(hidden, weight, tile_mb)
-        tiles = hidden.new_empty(len(columns), 3, len(hidden), dtype=dtype)
+        tiles = hidden.new_empty(len(columns), 4, len(hidden), dtype=dtype)
         for k, c in enumerate(columns):
             for r in rows:
                 tiles[k, :, r] = stats(_logits(hidden[r], weight[c], dtype), targets[r] - c.start, temperature)
-        L_k, H_k, z_y = tiles.unbind(1)
-        L = L_k.logsumexp(0)
-        log_P = L_k - L
+        top_k, log_s_k, H_k, w_y = tiles.unbind(1)
+        top = top_k.amax(0)
+        shift = (top_k - top) / temperature
+        log_s = (log_s_k + shift).logsumexp(0)
+        log_P = log_s_k + shift - log_s
         H = (log_P.exp() * (H_k - log_P)).sum(0)
-        ctx.save_for_backward(hidden, weight, targets, L, H)
+        ctx.save_for_backward(hidden, weight, targets, torch.stack((top, log_s, H)))
         ctx.temperature, ctx.tile_mb = temperature, tile_mb
-        return z_y.amax(0) - L, H
+        return (w_y + shift).amax(0) - log_s, H
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_logp, g_H):
-        hidden, weight, targets, L, H = ctx.saved_tensors
+        hidden, weight, targets, saved = ctx.saved_tensors
         g_logp, g_H, grad = g_logp.contiguous(), g_H.contiguous(), _tile_functions(hidden)[1]
-        d_hidden = torch.zeros(hidden.shape, dtype=L.dtype, device=hidden.device)
+        d_hidden = torch.zeros(hidden.shape, dtype=saved.dtype, device=hidden.device)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         rows, columns = _tiles(hidden, weight, ctx.tile_mb)
         for c in columns:
-            W, d_W = weight[c], None if d_weight is None else d_weight[c].to(L.dtype)  # no copy where it is fp32
+            W, d_W = weight[c], None if d_weight is None else d_weight[c].to(saved.dtype)  # no copy where it is fp32
             for r in rows:
-                z = _logits(hidden[r], W, L.dtype)
+                z = _logits(hidden[r], W, saved.dtype)
                 dz = z if z.dtype == W.dtype else torch.empty_like(z, dtype=W.dtype)
-                grad(z, targets[r] - c.start, L[r], H[r], g_logp[r], g_H[r], ctx.temperature, dz)
+                grad(z, targets[r] - c.start, saved[:, r], g_logp[r], g_H[r], ctx.temperature, dz)
                 if ctx.needs_input_grad[0]:
                     _addmm(d_hidden[r], dz, W)
                 if d_W is not None:
