@@ -4,7 +4,7 @@
        training/optimizer.safetensors  moments of each parameter, by its name
        training/master.safetensors     fp32 weights, where the folder itself holds them rounded (save_dtype = bfloat16)
        training/buffer_0.safetensors   the sample buffer of rank 0 (one a rank), with its index in buffer_0.json
-       training/state.json             the step
+       training/state.json             the step, and a checksum of the problems
        training/manifest.json          sha256 of every other file: the folder is whole or it is not used
 
 A checkpoint is written aside, synced and renamed; older ones are pruned after that. Nothing in it needs pickle.

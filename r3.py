@@ -413,7 +413,9 @@ def reflections(run: Run, batch: list[Problem], step: int) -> list[Query]:
         if accuracy is not None and accuracy < c.tau and failure is not None:
             shown = attempt_text(failure.response_ids, run.tokenizer, c.reflection_tokens)
             text = reflection_prompt(p.problem, shown, c.reflection_template)
-            found.append(Query(p, REFLECTION, lm.chat_prompt(run.tokenizer, text + c.prompt_suffix, c.system_prompt)))
+            prompt = lm.chat_prompt(run.tokenizer, text + c.prompt_suffix, c.system_prompt)
+            if len(prompt) + c.max_new_tokens <= run.sampler.max_len:  # text encoded anew may be longer than it was
+                found.append(Query(p, REFLECTION, prompt))
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,14 +97,17 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     reflection = c.reflection_tokens + len(tokenizer.encode(c.reflection_template)) + 64 if c.reflect else 0
     longest = c.max_prompt_tokens + reflection + c.max_new_tokens
     check_room(problems, eval_problems, prompts, policy, tokenizer, c)
-    sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, longest)
+    sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, min(longest, lm.positions(policy)))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
     buffer = ReplayBuffer(c.buffer_per_query, window=c.history, min_history=c.min_history)
     parts = (policy, reference, tokenizer, sampler, optimizer, buffer, judge, signals, problems, prompts, eval_problems)
     run = Run(c, ranks, *parts)
     if folder:
         state = checkpoint.load(folder, policy, optimizer, buffer, ranks)
+        if state["problems"] != fingerprint(problems) and not c.override_config:
+            raise UserError(f"{c.data}: not the problems that this run began with; allowed with --override-config")
         run.step, run.bad_steps, run.saved = state["step"], state["bad_steps"], state["step"]
+    ranks.barrier()  # all have read what the first one now writes to
     if ranks.main:
         checkpoint.clean(Path(c.run_dir))
     run.logs = Logs(c, run.step, ranks.main)
@@ -125,7 +129,7 @@ def usable(problems: list[Problem], prompts: dict[str, list[int]], c) -> list[Pr
     for fault in list(faults.values())[:1]:
         left_out += f", the first is {fault.where}: {fault.reason}"
         if c.check_answers == "refuse":
-            raise UserError(f"{fault.where}: {fault.reason} ({len(faults)} in all); check_answers = drop leaves them out")
+            raise UserError(f"{fault.where}: {fault.reason} ({len(faults)} in all); check_answers = drop skips them")
     if len(fit) < c.batch_size:
         few = f"{len(fit)} usable problems, allowed: at least batch_size = {c.batch_size}"
         raise UserError(f"{c.data}: {few}" + (f"; {left_out}" if len(fit) < len(problems) else ""))
@@ -138,11 +142,16 @@ def check_room(problems: list[Problem], eval_problems: list[Problem], prompts, p
     """Raises UserError for an evaluation prompt over the limit, and where the model has too few positions."""
     for p in eval_problems:
         if (length := len(plain_prompt(p, tokenizer, c))) > c.max_prompt_tokens:
-            raise UserError(f"{p.where}: the prompt has {length} tokens, allowed: {c.max_prompt_tokens} = max_prompt_tokens")
+            limit = f"{c.max_prompt_tokens} = max_prompt_tokens"
+            raise UserError(f"{p.where}: a prompt of {length} tokens, allowed: {limit}")
     longest, positions = max(len(prompts[p.uid]) for p in problems), lm.positions(policy)
     if longest + c.max_new_tokens > positions:
         room = f"{positions - longest}, for the model has {positions} positions and the longest prompt takes {longest}"
         raise UserError(f"max_new_tokens = {c.max_new_tokens}, allowed: at most {room}")
+
+
+def fingerprint(problems: list[Problem]) -> int:
+    return zlib.crc32(repr([(p.uid, p.problem, p.answer) for p in problems]).encode())
 
 
 def describe(groups: Sequence, suffix: str = "") -> dict[str, tuple[float, float]]:
@@ -241,13 +250,14 @@ def evaluate(run: Run) -> None:
 
 def save(run: Run) -> None:
     """A checkpoint of the last finished step, unless there is one; nothing where a step has begun to change the run."""
-    c, state = run.config, {"step": run.step, "bad_steps": run.bad_steps}
+    c = run.config
     if not run.whole or run.step == run.saved:
         return
     if not all(p.isfinite().all() for p in run.policy.parameters()):
-        raise UserError(f"lr = {c.lr}: weights are not finite after step {run.step}, it is not saved; try a smaller one")
+        raise UserError(f"lr = {c.lr}: weights are not finite after step {run.step}, not saved; try a smaller one")
     if run.ranks.main:
         run.logs.sync()  # the rows of a step are on the disk before its checkpoint is
+    state = {"step": run.step, "bad_steps": run.bad_steps, "problems": fingerprint(run.problems)}
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)
     checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype)
     run.saved = run.step

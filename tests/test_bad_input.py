@@ -197,7 +197,7 @@ def test_data(place, short_model, mistake, phrases, capsys):
     ("parquet that is none", "--data=good.parquet", "good.parquet: corrupt parquet file"),
     ("field", "--answer_field=solution", "good.jsonl:1: no field 'solution'", "has 'uid', 'problem', 'answer'"),
     ("missing evaluation data", "--eval_data=test.jsonl", "test.jsonl: no such file"),
-    ("long evaluation prompt", "--eval_data=long.jsonl", "long.jsonl:1: the prompt has", "1024 = max_prompt_tokens"),
+    ("long evaluation prompt", "--eval_data=long.jsonl", "long.jsonl:1: a prompt of", "1024 = max_prompt_tokens"),
     ("bad answer, refused", "--data=bad.jsonl --check_answers=refuse", "bad.jsonl:3", "check_answers = drop"),
 )
 def test_data_source(place, short_model, mistake, phrases, capsys):

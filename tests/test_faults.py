@@ -139,7 +139,7 @@ def test_sampling_from_logits_that_are_not_finite_names_the_query(start, tmp_pat
     assert finished >= 2 and list(checkpoints(tmp_path / "run")) == [f"step_{finished:06d}"]
 
 
-# -------------------------------------------------------------------------------------------------- nothing to learn from
+# ------------------------------------------------------------------------------------------------ nothing to learn from
 
 
 def judge_that_says(right: bool):
