@@ -186,11 +186,12 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"command line: --max-new-tokens {args.max_new_tokens}, allowed: up to {room}, the model's room")
     max_new_tokens = args.max_new_tokens or min(32768, room)
     sampler = Sampler(model, lm.eos_ids(model, tokenizer), args.slots, longest + max_new_tokens)
+    print(sampler.memory(), file=sys.stderr)
     start = time.perf_counter()
     with (
         Judge() as judge,
         torch.inference_mode(),
-        tqdm(total=len(problems) * args.n, unit="answer", desc=Path(args.data).stem, file=sys.stderr) as bar,
+        tqdm(total=len(problems) * args.n, unit="answer", desc=Path(args.data).stem, mininterval=0.5) as bar,
     ):
         answers = evaluate(
             sampler,

@@ -34,6 +34,7 @@ from problems import Problem, load
 from replay import PLAIN, REFLECTION, ReplayBuffer
 from rollout import Sampler
 from runtime import Ranks, append, fsync, json_line, read_jsonl, write_atomically
+from signals import Signals
 from verify import Judge
 
 
@@ -50,7 +51,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     buffer: ReplayBuffer
     judge: Judge
-    signals: runtime.Signals
+    signals: Signals
     problems: list[Problem]
     prompts: dict[str, list[int]]  # plain prompt ids of each uid
     eval_problems: list[Problem]
@@ -75,8 +76,8 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     if not c.run_dir:
         raise UserError("run_dir is empty; allowed: --run_dir=runs/NAME, or a --config FILE, which names it")
     ranks = Ranks.start(c.device)
-    stack.callback(ranks.stop)
-    signals = runtime.Signals(c.grace_seconds, ranks)
+    stack.push(lambda crash, *_: None if crash else ranks.stop())  # after a crash the others would be waited for
+    signals = Signals(c.grace_seconds, ranks)
     stack.callback(signals.close)
     dtype = runtime.pick_dtype(c.dtype, ranks.device)
     folder = checkpoint.to_resume(c)
@@ -98,6 +99,8 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     longest = c.max_prompt_tokens + reflection + c.max_new_tokens
     check_room(problems, eval_problems, prompts, policy, tokenizer, c)
     sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, min(longest, lm.positions(policy)))
+    if ranks.main:
+        print(sampler.memory(), file=sys.stderr)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
     buffer = ReplayBuffer(c.buffer_per_query, window=c.history, min_history=c.min_history)
     parts = (policy, reference, tokenizer, sampler, optimizer, buffer, judge, signals, problems, prompts, eval_problems)
@@ -190,7 +193,8 @@ def log_step(run: Run, bar, epoch: int, groups, sampled, learning, seconds: tupl
     row = {"step": run.step, "epoch": epoch, **run.ranks.mean(pairs)}
     if run.ranks.main:
         run.logs.row(row)
-        run.logs.samples([sample_record(run, g) for g in groups[: run.config.log_samples]])
+        n = run.config.log_samples
+        run.logs.samples([sample_record(run, g) for g in groups[:: max(1, len(groups) // max(1, n))][:n]])
         shown = {k: row[k] for k in ("reward", "accuracy", "entropy", "replayed", "reflected", "ranked")}
         bar.set_postfix({k: f"{v:.3g}" if v is not None else "-" for k, v in shown.items()}, refresh=False)
         bar.update()
@@ -226,7 +230,8 @@ def evaluate(run: Run) -> None:
     c = run.config
     mine = run.eval_problems[run.ranks.rank :: run.ranks.size]
     run.sampler.load(run.policy)
-    bar = tqdm(total=len(mine) * c.eval_n, unit="answer", desc="eval", leave=False, disable=not run.ranks.main)
+    shown = {"disable": not run.ranks.main, "mininterval": 0.5, "leave": False}
+    bar = tqdm(total=len(mine) * c.eval_n, unit="answer", desc=f"eval at step {run.step}", **shown)
     with bar, run.signals.phase():
         answers = evaluation.evaluate(
             run.sampler,
