@@ -474,14 +474,14 @@ def respond(model, tokenizer, users: list[str], samples: int) -> list[list[Respo
     return responses
 
 
-def check(samples: int = 16, limit: int | None = None, seed: int = SEED) -> None:
+def check(samples: int = 16, seed: int = SEED) -> None:
     """Print what the base does on the test problems, by level and in all. Hard: right at most once."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(seed)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
-    problems = make_splits()[1][:limit]
+    problems = make_splits()[1]
     groups = respond(model, tokenizer, [problem.text for problem in problems], samples)
     print(f"level  pass@1  pass@{samples}  truncated  hard  tokens")
     for level in [*LEVELS, "all"]:
