@@ -36,26 +36,40 @@ try:
 except ImportError:
     flash_attn_with_kvcache = None
 
+PLAIN = "a causal model with plain attention in every layer"
+
 
 # ---- what a model needs
 
 
-def attention_shape(config) -> tuple[int, int, int]:
-    """(layers, key/value heads, head size). UserError where the config alone shows that the cache would be wrong."""
+def attention_shape(model, max_len: int) -> tuple[int, int, int]:
+    """(layers, key/value heads, head size), seen in a forward of one token. UserError for a model that the cache
+    would get wrong: one whose layers do not each call plain attention once, or whose angles change with the batch."""
+    config, calls = model.config, []
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {x.get("rope_type") for x in (rope, *rope.values()) if isinstance(x, dict)}
     refused = kinds & {"dynamic", "longrope"}  # their angles depend on the longest row of the batch
     refused |= set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if refused:
         raise UserError(f"model {config.model_type}: found {', '.join(sorted(refused))}, allowed: {PLAIN}")
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or heads, size
+
+    def attend(layer, q, k, v, scale):
+        calls.append((layer, k.shape[1:], v.shape[1:]))
+        return q.new_zeros(*q.shape[:2], v.shape[2])
+
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    with slot_attention(model), torch.inference_mode():
+        probe = SimpleNamespace(attend=attend, max_len=max_len)
+        model(input_ids=token, position_ids=token, use_cache=False, slot_cache=probe)
+    heads = tuple(calls[0][1]) if calls else ()
+    if not calls or calls != [(layer, heads, heads) for layer in range(config.num_hidden_layers)]:
+        raise UserError(f"model {config.model_type}: found layers of other kinds, allowed: {PLAIN}")
+    return len(calls), *heads
 
 
-def slot_bytes(config, max_len: int, dtype: torch.dtype) -> int:
+def slot_bytes(shape: tuple[int, int, int], max_len: int, dtype: torch.dtype) -> int:
     """Bytes of one slot: the keys and values of `max_len` positions in all layers."""
-    layers, heads, size = attention_shape(config)
+    layers, heads, size = shape
     return 2 * layers * heads * size * max_len * dtype.itemsize
 
 
@@ -70,26 +84,7 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_attention(model, max_len: int) -> None:
-    """A forward of one token; UserError unless it calls plain attention once in each layer, in their order."""
-    calls = []
-
-    def attend(layer, q, k, v, scale):
-        calls.append((layer, *k.shape[1:], *v.shape[1:]))
-        return q
-
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    with slot_attention(model), torch.inference_mode():
-        probe = SimpleNamespace(attend=attend, max_len=max_len)
-        model(input_ids=token, position_ids=token, use_cache=False, slot_cache=probe)
-    layers, *heads = attention_shape(model.config)
-    if calls != [(layer, *heads, *heads) for layer in range(layers)]:
-        raise UserError(f"model {model.config.model_type}: found layers without plain attention, allowed: {PLAIN}")
-
-
 # ---- how the model calls us
-
-PLAIN = "a causal model with plain attention in every layer"
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, slot_cache=None, **options):

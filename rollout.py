@@ -39,7 +39,7 @@ from torch import Tensor
 
 import entropy
 from errors import UserError
-from kvcache import SlotCache, attention_shape, check_attention, free_bytes, slot_attention, slot_bytes
+from kvcache import SlotCache, attention_shape, free_bytes, slot_attention, slot_bytes
 
 SORT_EVERY = 16  # steps between two sorts of the rows by length
 PREFILL_TOKENS = 16384  # in one prefill, unless one prompt is longer
@@ -208,25 +208,25 @@ class Sampler:
         self.eos_every = eos_every or (8 if cuda else 1)
         self.is_eos = np.zeros(model.config.vocab_size, dtype=bool)
         self.is_eos[sorted(eos_ids)] = True
-        check_attention(model, max_len)
+        self.shape = attention_shape(model, max_len)
         self.slots = self._fit(slots)
         self.cache, self.graphs = None, {}
         self.tokens = self.row_steps = 0  # handed out, and rows computed for them, in all calls so far
 
     def _fit(self, slots: int | None) -> int:
-        each, free = slot_bytes(self.model.config, self.max_len, self.model.dtype), free_bytes(self.device)
+        each, free = slot_bytes(self.shape, self.max_len, self.model.dtype), free_bytes(self.device)
         most = int(0.9 * free) // each
         wanted = min(most, 512) if slots is None else slots
         if not 1 <= wanted <= most:
             raise UserError(
-                f"slots: found {slots} of {each / 2**20:,.2f} MiB each at max_len {self.max_len}, allowed: 1 to {most} in "
-                f"{free / 2**30:,.1f} GiB of free memory (one slot: max_len up to {0.9 * free / each * self.max_len:,.0f})"
+                f"slots: found {slots} of {each / 2**20:,.2f} MiB each at max_len {self.max_len}, allowed: 1 to {most} "
+                f"in {free / 2**30:,.1f} GiB of free memory (one slot: max_len up to {most * self.max_len:,})"
             )
         return wanted
 
     def memory(self) -> str:
         """The estimate to print before a long run."""
-        size = self.slots * slot_bytes(self.model.config, self.max_len, self.model.dtype) / 2**30
+        size = self.slots * slot_bytes(self.shape, self.max_len, self.model.dtype) / 2**30
         return f"{self.slots} slots x {self.max_len:,} positions: {size:,.2f} GiB of keys and values"
 
     @torch.no_grad()
@@ -283,19 +283,17 @@ class Sampler:
     def _requests(self, prompts, n: int, max_new_tokens: int, seed) -> deque[Request]:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: found {max_new_tokens}, allowed: 1 or more")
-        waiting = deque()
+        waiting, most = deque(), self.max_len - 1
         for index, (ids, own_seed) in enumerate(zip(prompts, prompt_seeds(seed, len(prompts)), strict=True)):
-            room = self.max_len - len(ids)
-            if not ids or room < 1:
-                raise UserError(f"prompt {index}: found {len(ids)} tokens, allowed: 1 to max_len - 1 = {self.max_len - 1}")
-            prompt = Prompt(index, tuple(ids))
-            waiting += [Request(prompt, j, stream(own_seed, j), min(max_new_tokens, room)) for j in range(n)]
+            if not 1 <= len(ids) <= most:
+                raise UserError(f"prompt {index}: found {len(ids)} tokens, allowed: 1 to {most} (max_len - 1)")
+            prompt, budget = Prompt(index, tuple(ids)), min(max_new_tokens, self.max_len - len(ids))
+            waiting += [Request(prompt, j, stream(own_seed, j), budget) for j in range(n)]
         return waiting
 
     def _allocate(self) -> None:
         if self.cache is None:
-            shape = attention_shape(self.model.config)
-            self.cache = SlotCache(shape, self.slots, self.max_len, self.model.dtype, self.device)
+            self.cache = SlotCache(self.shape, self.slots, self.max_len, self.model.dtype, self.device)
             self.state = torch.zeros(4, self.slots, dtype=torch.long, device=self.device)
 
     def _admit(self, waiting: deque[Request], rows: Rows) -> None:

@@ -1,13 +1,25 @@
-"""What rollout.py claims: the slot cache changes nothing about a sample but the time it takes."""
+"""What rollout.py claims: slots change when a response is computed, and nothing about the response."""
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Olmo2Config, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
+import kvcache
 import rollout
+from entropy import token_stats
 from errors import UserError
-from rollout import Sampler, naive_generate
+from rollout import Prompt, Request, Rows, Sampler, naive_generate, stream
 
 SMALL = {
     "vocab_size": 60,
@@ -20,39 +32,378 @@ SMALL = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-CONFIGS = {
-    "qwen2": Qwen2Config(**SMALL),
-    "qwen3": Qwen3Config(**SMALL, head_dim=16),
-    "llama": LlamaConfig(**SMALL),
-    "olmo2": Olmo2Config(**SMALL),
-    "gpt_neox": GPTNeoXConfig(**{k: v for k, v in SMALL.items() if k != "num_key_value_heads"}),
+FAMILIES = {
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, {"head_dim": 16}),
+    "llama": (LlamaConfig, {}),
+    "mistral": (MistralConfig, {"sliding_window": 4096}),
+    "olmo2": (Olmo2Config, {}),
+    "gpt_neox": (GPTNeoXConfig, {}),
 }
 PROMPTS = [[5, 9, 11, 3, 8, 20, 31], [7], [1, 2, 3, 4], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41]]
 EOS = {4, 17}
 
 
-def build(name="qwen2", seed=0, **changes):
+def build(config=Qwen2Config, seed=0, **changes):
+    """A model with random weights whose distributions are far from uniform, so that a wrong cache shows."""
     torch.manual_seed(seed)
-    config = CONFIGS[name]
-    model = AutoModelForCausalLM.from_config(type(config)(**{**config.to_dict(), **changes}))
+    model = AutoModelForCausalLM.from_config(config(**{**SMALL, **changes}))
     with torch.no_grad():
-        for parameter in model.parameters():  # far from uniform, so that a wrong cache shows
+        for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.15)
     return model
 
 
+@pytest.fixture(scope="module")
+def model():
+    return build()
+
+
+def flat(groups):
+    return [sample for group in groups for sample in group]
+
+
 def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        for x, y in zip(a, b, strict=True):
-            assert x.prompt_ids == y.prompt_ids and x.response_ids == y.response_ids and x.finished == y.finished
-            np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-4)
-            np.testing.assert_allclose(x.entropies, y.entropies, atol=1e-4)
+    for x, y in zip(flat(got), flat(want), strict=True):
+        assert (x.prompt_ids, x.response_ids, x.finished) == (y.prompt_ids, y.response_ids, y.finished)
+        np.testing.assert_allclose(x.logprobs, y.logprobs, atol=1e-4)
+        np.testing.assert_allclose(x.entropies, y.entropies, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_cached_equals_naive(name, temperature):
-    model = build(name)
-    options = {"n": 3, "max_new_tokens": 20, "temperature": temperature, "seed": 3}
+# ---- the same responses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_cached_equals_naive(family, temperature):
+    """Mixed prompt lengths (one of a single token), fewer slots than requests, several EOS ids, n > 1."""
+    config, changes = FAMILIES[family]
+    model = build(config, **changes)
+    options = {"n": 3, "max_new_tokens": 24, "temperature": temperature, "seed": 3}
     got = Sampler(model, EOS, slots=5, max_len=40).generate(PROMPTS, **options)
     assert_same(got, naive_generate(model, PROMPTS, EOS, **options))
+    ends = {sample.response_ids[-1] for sample in flat(got)}
+    assert temperature == 0.0 or ends & EOS, "no response ended: the case tests too little"
+
+
+def test_logprobs_and_entropies_equal_a_fresh_forward(model):
+    for sample in flat(Sampler(model, EOS, slots=4, max_len=60).generate(PROMPTS, n=2, temperature=0.7, seed=1)):
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        start = len(sample.prompt_ids)
+        with torch.no_grad():
+            logits = model(ids).logits[0, start - 1 : -1]
+        logprob, entropy = token_stats(logits, ids[0, start:], 0.7)
+        np.testing.assert_allclose(sample.logprobs, logprob, atol=1e-4)
+        np.testing.assert_allclose(sample.entropies, entropy, atol=1e-4)
+        assert sample.logprobs.dtype == sample.entropies.dtype == np.float32
+
+
+def test_top_p_draws_from_the_smallest_set_that_holds_the_mass(model):
+    options = {"n": 4, "max_new_tokens": 12, "top_p": 0.6, "seed": 5}
+    got = Sampler(model, EOS, slots=6, max_len=40).generate(PROMPTS, **options)
+    assert_same(got, naive_generate(model, PROMPTS, EOS, **options))
+    logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])  # probabilities 0.09, 0.64, 0.24, 0.03
+    seeds, zero = torch.arange(200), torch.zeros(200, dtype=torch.long)
+    for top_p, allowed in ((0.6, {1}), (0.7, {1, 2}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        tokens, logprobs, _ = rollout.draw(logits.expand(200, 4), 1.0, top_p, seeds, zero)
+        assert set(tokens.tolist()) == allowed
+        mass = sum(logits.softmax(-1)[0, token].item() for token in allowed)
+        np.testing.assert_allclose(logprobs.exp(), logits.softmax(-1)[0][tokens] / mass, rtol=1e-5)
+
+
+def test_the_fixed_shape_loop_returns_the_same_and_cuts_the_overshoot(model):
+    """The loop that CUDA runs: rows and span rounded up, EOS looked at every few steps."""
+    options = {"n": 3, "max_new_tokens": 21, "seed": 2}
+    want = Sampler(model, EOS, slots=7, max_len=33).generate(PROMPTS, **options)
+    for every in (1, 4, 50):
+        got = Sampler(model, EOS, slots=7, max_len=33, fixed_shapes=True, eos_every=every).generate(PROMPTS, **options)
+        assert_same(got, want)
+    for sample in flat(want):
+        assert not EOS & set(sample.response_ids[:-1])
+
+
+def test_many_rows_in_sorted_segments_equal_few(model):
+    prompts = [[1 + i % 50] * (1 + i % 9) for i in range(20)]
+    options = {"n": 4, "max_new_tokens": 50, "seed": 8}
+    assert_same(*(Sampler(model, EOS, slots=slots, max_len=64).generate(prompts, **options) for slots in (48, 3)))
+
+
+# ---- how a response ends
+
+
+def force(model, *tokens):
+    """The model, made to answer with `tokens` and then the last of them for ever, whatever it was asked."""
+
+    def hook(module, args, kwargs, output):
+        seen = kwargs["position_ids"][0] - 2  # of a prompt of three tokens: response tokens already there
+        output.logits = torch.full_like(output.logits, -30.0)
+        wanted = torch.tensor(tokens)[seen.clamp(0, len(tokens) - 1)][-output.logits.shape[1] :]
+        output.logits[0].scatter_(1, wanted[:, None], 30.0)
+        return output
+
+    return model.register_forward_hook(hook, with_kwargs=True)
+
+
+@pytest.mark.parametrize(
+    ("answers", "budget", "want", "finished"),
+    [
+        ((4,), 6, (4,), True),
+        ((9, 17, 9), 6, (9, 17), True),
+        ((9, 9, 4), 3, (9, 9, 4), True),
+        ((9, 9, 9, 4), 3, (9, 9, 9), False),
+    ],
+    ids=["eos_at_the_first_token", "any_of_several_eos_ids", "eos_as_the_last_allowed_token", "budget_reached"],
+)
+def test_a_response_is_finished_by_an_eos_alone(model, answers, budget, want, finished):
+    hook = force(model, *answers)
+    for every in (1, 4):
+        sampler = Sampler(model, EOS, slots=2, max_len=20, eos_every=every)
+        for sample in flat(sampler.generate([[1, 2, 3]] * 3, max_new_tokens=budget)):
+            assert (sample.response_ids, sample.finished) == (want, finished)
+            assert len(sample.logprobs) == len(sample.entropies) == len(want)
+    hook.remove()
+
+
+def test_max_len_bounds_prompt_and_response_together(model):
+    hook = force(model, 9)
+    (sample,) = flat(Sampler(model, EOS, slots=2, max_len=10).generate([[1, 2, 3]], max_new_tokens=50))
+    assert (sample.response_ids, sample.finished) == ((9,) * 7, False)
+    hook.remove()
+
+
+def test_rows_stop_alone_and_nothing_is_computed_for_them_afterwards(model):
+    sampler = Sampler(model, EOS, slots=6, max_len=60)
+    samples = flat(sampler.generate(PROMPTS, n=5, max_new_tokens=40, seed=4))
+    lengths = {len(sample.response_ids) for sample in samples}
+    assert len(lengths) > 3
+    assert sampler.row_steps == sampler.tokens == sum(len(sample.response_ids) for sample in samples)
+
+
+# ---- random streams
+
+
+def test_same_seed_same_tokens_and_another_seed_others(model):
+    sampler = Sampler(model, EOS, slots=4, max_len=40)
+    one, again, other = (sampler.generate(PROMPTS, n=2, max_new_tokens=20, seed=seed) for seed in (1, 1, 2))
+    assert_same(one, again)
+    assert [x.response_ids for x in flat(one)] != [x.response_ids for x in flat(other)]
+    assert one[0][0].response_ids != one[0][1].response_ids
+
+
+def test_other_rows_do_not_change_a_row(model):
+    sampler = Sampler(model, EOS, slots=5, max_len=40)
+    options, seeds = {"n": 2, "max_new_tokens": 20}, [10, 11, 12, 13]
+    together = sampler.generate(PROMPTS, seed=seeds, **options)
+    alone = [sampler.generate([ids], seed=[seed], **options)[0] for ids, seed in zip(PROMPTS, seeds, strict=True)]
+    assert_same(together, alone)
+
+
+def test_a_stream_is_a_63_bit_number_that_depends_on_every_key():
+    keys = [(), (0,), (1,), (0, 1), (1, 0), (-1,), (2**80, 3)]
+    assert len({stream(*key) for key in keys}) == len(keys)
+    assert all(0 <= stream(*key) < 2**63 for key in keys)
+    assert stream(1, 2) == stream(1, 2)
+
+
+# ---- what is handed out, and when
+
+
+def test_on_finished_hears_of_every_response_once_as_it_ends(model):
+    heard, slots = [], 3
+    results = Sampler(model, EOS, slots=slots, max_len=60).generate(
+        PROMPTS, n=4, max_new_tokens=30, seed=6, on_finished=lambda *event: heard.append(event)
+    )
+    assert sorted(event[:2] for event in heard) == [(i, j) for i in range(4) for j in range(4)]
+    assert all(results[i][j] is sample for i, j, sample in heard)
+    assert {event[:2] for event in heard[:slots]} != {(0, 0), (0, 1), (0, 2)} or len(heard[0][2].response_ids) < 30
+
+
+def test_a_sample_cannot_be_changed(model):
+    (sample,) = flat(Sampler(model, EOS, slots=1, max_len=20).generate([[1, 2]], max_new_tokens=3))
+    with pytest.raises(AttributeError):
+        sample.finished = True
+
+
+def test_no_prompts_give_no_samples(model):
+    assert Sampler(model, EOS, slots=1, max_len=20).generate([]) == []
+
+
+# ---- the model under it
+
+
+def test_the_shared_module_trains_as_before_after_sampling():
+    model = build(attention_dropout=0.0)
+    model.train()
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+    before, setting = model(ids).logits, model.config._attn_implementation
+    Sampler(model, EOS, slots=2, max_len=30).generate([[1, 2, 3]], max_new_tokens=5)
+    after = model(ids).logits
+    assert torch.equal(before, after) and after.requires_grad
+    assert model.training and model.config._attn_implementation == setting
+    after.sum().backward()
+
+
+def test_dropout_is_off_while_sampling():
+    model = build(attention_dropout=0.9)
+    model.train()
+    options = {"max_new_tokens": 10, "temperature": 0.0}
+    got = Sampler(model, EOS, slots=2, max_len=30).generate(PROMPTS[:2], **options)
+    assert_same(got, naive_generate(model.eval(), PROMPTS[:2], EOS, **options))
+
+
+def test_an_exception_while_sampling_gives_the_module_back(model):
+    setting = model.config._attn_implementation
+
+    def stop(*event):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Sampler(model, EOS, slots=2, max_len=30).generate([[1, 2]], max_new_tokens=3, on_finished=stop)
+    assert model.config._attn_implementation == setting
+
+
+def test_load_carries_the_weights_in_the_sampler_s_dtype(model):
+    own, policy = build(seed=1).bfloat16(), build(seed=2)
+    sampler = Sampler(own, EOS, slots=2, max_len=30)
+    storage = own.model.embed_tokens.weight.data_ptr()
+    assert sampler.load(policy) > 0.0
+    assert own.model.embed_tokens.weight.data_ptr() == storage
+    for (name, x), (_, y) in zip(own.state_dict().items(), policy.state_dict().items(), strict=True):
+        assert x.dtype == torch.bfloat16 and torch.equal(x, y.bfloat16()), name
+
+
+def test_load_is_a_no_op_on_the_shared_module(model):
+    weight = model.model.embed_tokens.weight.clone()
+    Sampler(model, EOS, slots=2, max_len=30).load(model)
+    assert torch.equal(weight, model.model.embed_tokens.weight)
+
+
+def test_weights_changed_in_place_count_at_the_next_call():
+    model = build()
+    sampler = Sampler(model, EOS, slots=2, max_len=40)
+    options = {"max_new_tokens": 12, "temperature": 0.0}
+    sampler.generate(PROMPTS, **options)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
+    assert_same(sampler.generate(PROMPTS, **options), naive_generate(model, PROMPTS, EOS, **options))
+
+
+def test_the_cache_comes_back_after_release(model):
+    sampler = Sampler(model, EOS, slots=3, max_len=40)
+    first = sampler.generate(PROMPTS, max_new_tokens=10)
+    sampler.release()
+    assert sampler.cache is None
+    assert_same(sampler.generate(PROMPTS, max_new_tokens=10), first)
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"prompts": [[1, 2], [1] * 20]}, ["prompt 1", "20 tokens", "1 to 19"]),
+        ({"prompts": [[1], []]}, ["prompt 1", "0 tokens"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens", "found 0"]),
+        ({"seed": [1, 2, 3]}, ["3 seeds", "1 prompts"]),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_by_name(model, options, words):
+    with pytest.raises(UserError) as error:
+        Sampler(model, EOS, slots=2, max_len=20).generate(**{"prompts": [[1, 2]], **options})
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "word"),
+    [
+        (MistralConfig, {"sliding_window": 8}, "sliding window of 8"),
+        (Gemma2Config, {"head_dim": 8}, "softcap"),
+        (DeepseekV3Config, {"n_routed_experts": 2, "num_experts_per_tok": 1, "first_k_dense_replace": 2}, "plain"),
+        (LlamaConfig, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
+    ],
+    ids=["sliding_window", "soft_cap", "latent_attention", "dynamic_rope"],
+)
+def test_other_attention_is_refused_by_name(config, changes, word):
+    with pytest.raises(UserError, match=word):
+        Sampler(build(config, **changes), EOS, slots=2, max_len=30)
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_largest_that_does(model, monkeypatch):
+    each = kvcache.slot_bytes((2, 2, 8), 100, torch.float32)
+    assert each == 2 * 2 * 2 * 8 * 100 * 4  # keys and values, layers, heads, head size, positions, bytes
+    monkeypatch.setattr(rollout, "free_bytes", lambda device: 10 * each)
+    with pytest.raises(UserError, match="found 16 .* 1 to 9 in"):
+        Sampler(model, EOS, slots=16, max_len=100)
+    assert Sampler(model, EOS, slots=9, max_len=100).slots == 9
+    assert Sampler(model, EOS, slots=None, max_len=100).slots == 9
+    with pytest.raises(UserError, match="found 0"):
+        Sampler(model, EOS, slots=0, max_len=100)
+
+
+def test_the_cache_takes_what_was_estimated(model):
+    sampler = Sampler(model, EOS, slots=3, max_len=50)
+    sampler.generate([[1]], max_new_tokens=1)
+    assert sampler.cache.kv.nbytes == 3 * kvcache.slot_bytes(sampler.shape, 50, torch.float32)
+    assert sampler.memory().startswith("3 slots x 50 positions: ")
+
+
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_stop_with_the_request_s_name(poison):
+    model = build()
+    with torch.no_grad():
+        model.lm_head.weight[3] = poison
+    with pytest.raises(RuntimeError, match="prompt 0, sample 0: .*not finite"):
+        Sampler(model, EOS, slots=2, max_len=30).generate(PROMPTS, max_new_tokens=5)
+
+
+# ---- the rows' book-keeping
+
+
+def test_round_up_takes_few_sizes_and_stays_below_the_largest():
+    assert [rollout.round_up(x, 1, 48) for x in (1, 2, 3, 5, 32, 33, 48)] == [1, 2, 4, 8, 32, 48, 48]
+    assert rollout.round_up(1000, 256, 700) == 700
+
+
+def test_moving_the_misplaced_rows_sorts_the_segments_and_no_row_gets_lost():
+    rng = np.random.default_rng(0)
+    for B in (1, 5, 16, 17, 40, 64):
+        lengths = rng.integers(1, 300, size=B)
+        places, sources = rollout.misplaced(lengths)
+        moved = lengths.copy()
+        moved[places] = lengths[sources]
+        assert sorted(moved) == sorted(lengths)
+        starts = [0, *rollout.segment_ends(B)]
+        parts = [moved[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        assert all(a.min() >= b.max() for a, b in zip(parts, parts[1:], strict=False))
+        assert len(rollout.misplaced(moved)[0]) == 0
+
+
+def test_gaps_are_closed_from_the_end_and_records_stay_with_their_rows():
+    rows = Rows(slots=6, max_new_tokens=4, is_eos=np.zeros(10, dtype=bool))
+    for row in range(6):
+        rows.admit(row, Request(Prompt(row, (1,) * (row + 1)), sample=0, seed=row, budget=4))
+    burst = np.ones((1, 3, 6))
+    rows.draw(burst)
+    for row in (1, 2):
+        rows.release(row)
+    rows.move(*rows.gaps())
+    assert rows.in_use.tolist() == [True] * 4 + [False] * 2
+    assert sorted(rows.seed[:4]) == [0, 3, 4, 5]
+    assert [rows.requests[record].seed for record in rows.record[:4]] == rows.seed[:4].tolist()
+    assert sorted(rows.record) == list(range(6))
+
+
+def test_a_burst_is_recorded_up_to_each_row_s_end():
+    is_eos = np.zeros(10, dtype=bool)
+    is_eos[7] = True
+    rows = Rows(slots=3, max_new_tokens=3, is_eos=is_eos)
+    for row in range(2):
+        rows.admit(row, Request(Prompt(row, (1, 2)), sample=0, seed=0, budget=3))
+    burst = np.zeros((4, 3, 3))
+    burst[:, 0] = [[5, 5, 9], [5, 7, 9], [6, 8, 9], [6, 8, 9]]
+    burst[:, 1] = -np.arange(12).reshape(4, 3)
+    assert rows.draw(burst).tolist() == [0, 1]
+    (_, first), (_, second) = rows.release(0), rows.release(1)
+    assert (first.response_ids, first.finished, first.logprobs.tolist()) == ((5, 5, 6), False, [0, -3, -6])
+    assert (second.response_ids, second.finished, second.logprobs.tolist()) == ((5, 7), True, [-1, -4])
