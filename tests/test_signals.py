@@ -34,9 +34,9 @@ from tiny_run import (
 import checkpoint
 import r3
 import run
-import runtime
 import verify
-from runtime import Ranks, Signals, Stopped
+from runtime import Ranks
+from signals import Signals, Stopped
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 

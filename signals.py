@@ -1,0 +1,114 @@
+"""signals.py: how a run is stopped: SIGTERM, Ctrl-C and crashes, none of which loses a finished step.
+
+    signals = Signals(grace_seconds, ranks)
+    with signals.saving(save):            # what `save` saves is the last finished step
+        with signals.phase():             # work that may be abandoned at any moment
+            ...
+
+Exit codes are 143 and 130, as a shell expects. Left out: saving in the middle of a step; a step changes nothing before
+its optimiser's step, so that it can be done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+from errors import UserError
+from runtime import Ranks
+
+
+class Stopped(BaseException):
+    """Raised where a step may be abandoned, by SIGTERM or Ctrl-C; carries the exit code 143 or 130."""
+
+    def __init__(self, code: int):
+        super().__init__(code)
+        self.code = code
+
+
+class Signals:
+    """SIGTERM and Ctrl-C: the run abandons the `phase` that it is in, or finishes its step, saves and exits.
+
+    A second signal, or `grace_seconds` after the first, ends the process at once: a thread of its own sees to that, for
+    the main one may be deep in a kernel or a collective call. Before `saving` is entered there is nothing to save, and
+    the first signal ends the run where it is.
+    """
+
+    def __init__(self, grace_seconds: float, ranks: Ranks):
+        self.grace, self.ranks = grace_seconds, ranks
+        self.code, self.begun, self.in_phase = 0, False, False
+        self.arrivals, arrive = os.pipe()  # the C handler writes each signal's number, even while Python is not running
+        os.set_blocking(arrive, False)
+        self.handlers = {s: signal.signal(s, self.receive) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.wakeup, self.arrive = signal.set_wakeup_fd(arrive, warn_on_full_buffer=False), arrive
+        threading.Thread(target=self.watch, name="signals", daemon=True).start()
+
+    def receive(self, number: int, frame) -> None:
+        if self.code:  # the second one; `watch` ends the process
+            return
+        self.code = 128 + number
+        if not self.begun:
+            sys.exit(self.code)
+        with contextlib.suppress(OSError):  # not print: it may be what the signal interrupted
+            os.write(2, f"\nsignal {number}: stopping; the last finished step will be saved\n".encode())
+        if self.in_phase:
+            raise Stopped(self.code)
+
+    def watch(self) -> None:
+        if number := os.read(self.arrivals, 1):
+            again, _, _ = select.select([self.arrivals], [], [], self.grace)
+            if not again or os.read(self.arrivals, 1):  # an empty read means that `close` was called
+                os._exit(128 + number[0])
+        os.close(self.arrivals)
+
+    def check_all(self) -> None:
+        """Stops all ranks here, or none: between collective calls they must not part."""
+        codes = self.ranks.sum(self.code if r == self.ranks.rank else 0 for r in range(self.ranks.size))
+        if any(codes):
+            raise Stopped(int(max(codes)))
+
+    @contextlib.contextmanager
+    def phase(self) -> Iterator[None]:
+        """Work that changes nothing which a checkpoint holds, without collective calls: a signal ends it anywhere.
+
+        At its end all ranks stop or none.
+        """
+        self.check_all()
+        with contextlib.suppress(Stopped):
+            self.in_phase = True
+            yield
+            self.in_phase = False
+        self.check_all()
+
+    @contextlib.contextmanager
+    def saving(self, save: Callable[[], None]) -> Iterator[None]:
+        """Saves when the run is told to stop within the block, or crashes there; then exits with the signal's code.
+
+        With several ranks a crash saves nothing: the others wait in a collective call for the one that is gone.
+        """
+        self.begun = True
+        try:
+            yield
+        except Stopped as stop:
+            self.code = stop.code  # of the rank that received it
+            save()
+        except Exception:
+            if self.ranks.size == 1:
+                try:
+                    save()
+                except UserError as error:
+                    print(f"\n{error}", file=sys.stderr)
+            raise
+        if self.code:
+            sys.exit(self.code)
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self.wakeup)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        os.close(self.arrive)
