@@ -92,15 +92,13 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
     judge = stack.enter_context(Judge())
     prompts = {p.uid: plain_prompt(p, tokenizer, c) for p in problems}
-    problems = usable(problems, prompts, c)
+    problems, left_out = usable(problems, prompts, c)
     shared = dtype == torch.float32  # then the sampler runs the policy's own module
     sampled_from = policy if shared else lm.rounded_copy(policy, dtype)
     reflection = c.reflection_tokens + len(tokenizer.encode(c.reflection_template)) + 64 if c.reflect else 0
     longest = c.max_prompt_tokens + reflection + c.max_new_tokens
     check_room(problems, eval_problems, prompts, policy, tokenizer, c)
     sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, min(longest, lm.positions(policy)))
-    if ranks.main:
-        print(sampler.memory(), file=sys.stderr)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
     buffer = ReplayBuffer(c.buffer_per_query, window=c.history, min_history=c.min_history)
     parts = (policy, reference, tokenizer, sampler, optimizer, buffer, judge, signals, problems, prompts, eval_problems)
@@ -116,6 +114,8 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     run.logs = Logs(c, run.step, ranks.main)
     (run.evaluated,) = ranks.sum([run.logs.evaluated if ranks.main else 0])
     stack.callback(run.logs.close)
+    if ranks.main:
+        print(*left_out, sampler.memory(), sep="\n", file=sys.stderr)
     return run
 
 
@@ -123,8 +123,8 @@ def plain_prompt(problem: Problem, tokenizer, c) -> list[int]:
     return lm.chat_prompt(tokenizer, problem.problem + c.prompt_suffix, c.system_prompt)
 
 
-def usable(problems: list[Problem], prompts: dict[str, list[int]], c) -> list[Problem]:
-    """The problems whose reference answer grades itself as right and whose prompt fits; says how many do not."""
+def usable(problems: list[Problem], prompts: dict[str, list[int]], c) -> tuple[list[Problem], list[str]]:
+    """The problems whose reference answer grades itself as right and whose prompt fits; a line about those left out."""
     faults = {} if c.check_answers == "off" else {f.uid: f for f in verify.check(problems) if f.bad}
     fit = [p for p in problems if p.uid not in faults and len(prompts[p.uid]) <= c.max_prompt_tokens]
     long = len(problems) - len(fit) - len(faults)
@@ -135,10 +135,8 @@ def usable(problems: list[Problem], prompts: dict[str, list[int]], c) -> list[Pr
             raise UserError(f"{fault.where}: {fault.reason} ({len(faults)} in all); check_answers = drop skips them")
     if len(fit) < c.batch_size:
         few = f"{len(fit)} usable problems, allowed: at least batch_size = {c.batch_size}"
-        raise UserError(f"{c.data}: {few}" + (f"; {left_out}" if len(fit) < len(problems) else ""))
-    if len(fit) < len(problems):
-        print(f"{c.data}: {left_out}", file=sys.stderr)
-    return fit
+        raise UserError(f"{c.data}: {few}; {left_out}")
+    return fit, [f"{c.data}: {left_out}"] * (len(fit) < len(problems))
 
 
 def check_room(problems: list[Problem], eval_problems: list[Problem], prompts, policy, tokenizer, c) -> None:

@@ -51,7 +51,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("finished", [1, 2, 3, 4, 5])  # 2 and 4 end an epoch; from 2 on, reflections are pending
+@pytest.mark.parametrize("finished", [1, 2, 3, 4])  # 2 and 4 end an epoch; from 2 on, reflections are pending
 def test_resumed_run_equals_uninterrupted_one(whole, start, tmp_path, finished):
     with at(r3, "collect", finished + 1, kill), pytest.raises(Killed):
         start(tmp_path / "run")
@@ -174,24 +174,24 @@ def random_kills(whole, start, tmp_path, wanted: int, seed: int) -> int:
     while kills < wanted:
         run_dir, ended, patience, runs = tmp_path / f"run{runs}", -signal.SIGKILL, 0.4, runs + 1
         while ended != 0:
-            child = in_child(partial(start, run_dir, resume=True, steps=16), tmp_path / "stderr")
+            child = in_child(partial(start, run_dir, resume=True, steps=10), tmp_path / "stderr")
             time.sleep(rng.uniform(0, patience))
             os.kill(child, signal.SIGKILL)
             ended = reap(child)
             assert ended in (-signal.SIGKILL, 0), (tmp_path / "stderr").read_text()
             kills, patience = kills + (ended != 0), patience + 0.02  # a slow machine gets there, too
-        assert_same_run(whole(steps=16), run_dir)
+        assert_same_run(whole(steps=10), run_dir)
     return kills
 
 
 @needs_fork
 def test_run_killed_between_any_two_operations_on_files_resumes(whole, start, tmp_path):
-    assert sweep(whole, start, tmp_path, [4, 50, 99]) == 3
+    assert sweep(whole, start, tmp_path, [4, 50, 70]) == 3
 
 
 @needs_fork
 def test_run_killed_at_random_moments_resumes(whole, start, tmp_path):
-    assert random_kills(whole, start, tmp_path, wanted=6, seed=0) >= 6
+    assert random_kills(whole, start, tmp_path, wanted=4, seed=0) >= 4
 
 
 @needs_fork

@@ -166,7 +166,7 @@ def test_run_ends_within_grace_seconds_even_if_it_cannot_save(start, tmp_path, m
 def test_run_that_is_told_to_stop_at_random_moments_loses_nothing(whole, start, tmp_path):
     """Nothing but what was told to stop before its first step: each finished step is in a checkpoint."""
     rng, stops, code = random.Random(0), 0, None
-    changes = {"save_every": 99, "steps": 16}
+    changes = {"save_every": 99, "steps": 10}
     while code != 0:
         child = in_child(partial(start, tmp_path / "run", resume=True, **changes), tmp_path / "stderr")
         time.sleep(rng.uniform(0, 0.4 + 0.02 * stops))
