@@ -322,7 +322,7 @@ class _LinearTokenStats(torch.autograd.Function):
             W, d_W = weight[c], None if d_weight is None else d_weight[c].to(saved.dtype)  # no copy where it is fp32
             for r in rows:
                 z = _logits(hidden[r], W, saved.dtype)
-                dz = z if z.dtype == W.dtype else torch.empty_like(z, dtype=W.dtype)
+                dz = torch.empty_like(z, dtype=W.dtype) if z.is_cuda and z.dtype != W.dtype else z
                 grad(z, targets[r] - c.start, saved[:, r], g_logp[r], g_H[r], ctx.temperature, dz)
                 if ctx.needs_input_grad[0]:
                     _addmm(d_hidden[r], dz, W)
