@@ -1,4 +1,4 @@
-"""r3.py: R³, reinforcement learning with Replay, Reflection and Ranking rewards (arXiv 2601.19620), whole and in one file.
+"""r3.py: R³, reinforcement learning with Replay, Reflection and Ranking rewards (arXiv 2601.19620), in one file.
 
     python r3.py --config configs/tiny.yaml                                    # two CPU cores, minutes
     python r3.py --config configs/r3_1.5b.yaml --run_dir=runs/first            # one GPU
@@ -18,11 +18,11 @@ Algorithm 1. The numbers stand in the margin of `collect` and `train`.
      9      S <- S u the fresh responses
 
 Symbols: q query, uid its name · o_i response, attempt · G group (G_mix with replayed ones) · L tokens of a response ·
-R reward · A advantage · H entropy in nats · S buffer · tau, k, p, alpha, lambda, eps, beta: see Config · pi_theta policy,
-pi_old the policy that sampled, pi_ref reference.
+R reward · A advantage · H entropy in nats · S buffer · tau, k, p, alpha, lambda, eps, beta: see Config ·
+pi_theta policy, pi_old the policy that sampled, pi_ref reference.
 
-Departures from the paper, with reasons, are a table in README.md. The buffer is updated after the step (line 9), so that
-a step that is interrupted has changed nothing.
+Departures from the paper, with reasons, are a table in README.md. The buffer is updated after the step (line 9), so
+that a step that is interrupted has changed nothing.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class Config:
     min_history: int = knob(8, low=1)  # verdicts before a query can count as hard
     reflection_tokens: int = knob(1024, low=1)  # of the failed attempt, cut at the front
     reflection_template: str = (  # q (+) o_h (+) p_r
-        "{problem}\n\nHere is an earlier attempt at this problem. Its answer is wrong.\n\n<attempt>\n{attempt}\n</attempt>"
-        "\n\nFind the first mistake in it and say why it is a mistake. Then solve the problem again from the start."
+        "{problem}\n\nHere is an earlier attempt at this problem. Its answer is wrong.\n\n<attempt>\n{attempt}\n"
+        "</attempt>\n\nFind the first mistake in it and say why it is a mistake. Then solve the problem again from the start."
     )
 
     # SERR, structural entropy ranking rewards
@@ -163,14 +163,15 @@ class Config:
         if self.minibatches > self.batch_size:
             raise UserError(f"minibatches = {self.minibatches}, allowed: at most batch_size = {self.batch_size}")
         if self.overlong_tokens >= self.max_new_tokens:
-            raise UserError(f"overlong_tokens = {self.overlong_tokens}, allowed: below {self.max_new_tokens} = max_new_tokens")
+            allowed = f"below max_new_tokens = {self.max_new_tokens}"
+            raise UserError(f"overlong_tokens = {self.overlong_tokens}, allowed: {allowed}")
         if self.replay_k > self.buffer_per_query:
             raise UserError(f"replay_k = {self.replay_k}, allowed: at most buffer_per_query = {self.buffer_per_query}")
         if self.reflect and self.min_history > self.history:
             raise UserError(f"min_history = {self.min_history}, allowed: at most 4 group_size = {self.history}")
         for place in ("{problem}", "{attempt}"):
             if place not in self.reflection_template:
-                raise UserError(f"reflection_template: found no {place}, allowed: text with {{problem}} and {{attempt}}")
+                raise UserError(f"reflection_template: found no {place}, allowed: text with {{problem}}, {{attempt}}")
 
     @property
     def history(self) -> int:
@@ -218,7 +219,7 @@ def serr(peak, glob, r_max: float) -> Tensor:
         return torch.zeros(N, dtype=torch.float64)
     dominates = torch.gt(E_peak[:, None], E_peak) & torch.lt(E_glob[:, None], E_glob)  # (N, N)
     S = dominates.sum(1)
-    better, tied = (S > S[:, None]).sum(1), (S == S[:, None]).sum(1)
+    better, tied = torch.gt(S, S[:, None]).sum(1), torch.eq(S, S[:, None]).sum(1)
     k = better + (tied - 1) / 2
     return r_max * (1 - k.double() / (N - 1))
 
@@ -252,13 +253,13 @@ class Group:
 
     @property
     def collapsed(self) -> str:
-        """`none` right, `all` right, or empty: decided on the verifier's word for the fresh ones, before any shaping."""
+        """`none` right, `all` right, or empty: by the verifier's word on the fresh ones, before any shaping."""
         right = sum(a.correct for a in self.attempts[: self.fresh])
         return "none" if right == 0 else "all" if right == self.fresh else ""
 
 
 def rank_failures(group: Group, c: Config) -> Group:
-    """SERR, line 5: the truncated (or all failed) responses of an all-wrong group are rewarded by their entropy's shape.
+    """SERR, line 5: truncated (or all failed) responses of an all-wrong group are rewarded by their entropy's shape.
 
     Fewer than two of them have no rank, and the group stays as it is.
     """
@@ -293,7 +294,7 @@ def reflection_prompt(problem: str, attempt: str, template: str) -> str:
 
 
 def attempt_text(response_ids: Sequence[int], tokenizer, max_tokens: int) -> str:
-    """What a reflection shows of a failure: its part after `</think>` where there is one, the last `max_tokens` of it."""
+    """What a reflection shows of a failure: its part after `</think>`, or all, of which the last `max_tokens`."""
     text = tokenizer.decode(response_ids, skip_special_tokens=True).rpartition("</think>")[2].strip()
     ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= max_tokens else tokenizer.decode(ids[-max_tokens:]).strip()
@@ -503,7 +504,7 @@ def optimise(run: Run, rows: list[Row]) -> dict[str, tuple[float, float]]:
         uids = ", ".join(sorted({r.uid for r in rows}))
         print(f"\nloss {loss}, gradient norm {norm.item()}: step skipped; its queries: {uids}", file=sys.stderr)
         if run.bad_steps >= 10:
-            raise UserError(f"lr = {c.lr}: ten steps in a row had a loss or gradient that is not finite; try a smaller one")
+            raise UserError(f"lr = {c.lr}: ten steps in a row had no finite loss and gradient; try a smaller one")
         return nothing | {"skipped": (1.0, 1.0)}
     run.whole = False
     run.optimizer.step()
@@ -536,13 +537,13 @@ def gradients(run: Run, rows: list[Row]) -> Tensor:
             print(f"\nout of memory in a micro-batch of at most {token_budget} tokens", file=sys.stderr)
         runtime.free_memory(run.ranks.device)
     raise UserError(
-        f"token_budget = {run.config.token_budget}: out of memory, with half of it too; allowed: a smaller token_budget, "
-        "max_new_tokens or slots, or gradient_checkpointing = true"
+        f"token_budget = {run.config.token_budget}: out of memory, with half of it too; allowed: a smaller "
+        "token_budget, max_new_tokens or slots, or gradient_checkpointing = true"
     )
 
 
 def backward(run: Run, rows: list[Row]) -> Tensor:
-    """Adds one micro-batch's gradient; returns its sums [5]: loss, KL, clipped tokens, ratio and tokens of replayed ones."""
+    """Adds one micro-batch's gradient; returns sums [5]: loss, KL, clipped tokens, ratio and tokens of replayed ones."""
     c, device = run.config, run.ranks.device
     lengths = torch.tensor([len(r.response_ids) for r in rows], device=device)
 
@@ -585,7 +586,7 @@ def with_old_logprobs(run: Run, rows: list[Row]) -> list[Row]:
 
 
 def train(config: Config) -> None:
-    """Algorithm 1 from the base model to the last evaluation; resumes where the run directory's newest checkpoint ends."""
+    """Algorithm 1 from the base model to the last evaluation; resumes where the newest checkpoint ends."""
     with contextlib.ExitStack() as stack:
         run = set_up(config, stack)
         stack.enter_context(run.signals.saving(lambda: save(run)))
@@ -615,7 +616,7 @@ def train(config: Config) -> None:
 
 
 def batch_of(run: Run, step: int, all_ranks: bool = False) -> list[Problem]:
-    """D_b of this step, as far as this rank owns it: each epoch is a new permutation without its incomplete last batch."""
+    """D_b of this step, this rank's part: each epoch is a new permutation without its incomplete last batch."""
     epoch, i = divmod(step - 1, run.steps_an_epoch)
     order = rng(run.config, "epoch", epoch).sample(run.problems, len(run.problems))
     batch = order[i * run.config.batch_size :][: run.config.batch_size]
@@ -623,7 +624,11 @@ def batch_of(run: Run, step: int, all_ranks: bool = False) -> list[Problem]:
 
 
 def main(argv: Sequence[str]) -> None:
-    train(settings.parse(Config, argv))
+    try:
+        train(settings.parse(Config, argv))
+    except torch.OutOfMemoryError as error:
+        helps = "a smaller token_budget, slots or max_new_tokens, or gradient_checkpointing = true"
+        raise UserError(f"{str(error).splitlines()[0]} What helps: {helps}") from error
 
 
 if __name__ == "__main__":

@@ -209,6 +209,14 @@ def test_no_memory_while_sampling_ends_the_run_with_what_to_change(start, tmp_pa
     assert list(checkpoints(tmp_path / "run")) == ["step_000002"]
 
 
+@pytest.mark.parametrize(("module", "name"), [(torch.optim.AdamW, "step"), (r3, "with_old_logprobs"), (r3.lm, "load")])
+def test_no_memory_anywhere_else_is_one_line_that_says_what_helps(start, tmp_path, module, name, capsys):
+    with at(module, name, 1, no_memory), pytest.raises(SystemExit) as end:
+        start(tmp_path / "run", minibatches=2)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2 and "token_budget" in said and "gradient_checkpointing" in said
+
+
 # -------------------------------------------------------------------------------------------------------- the verifier
 
 
