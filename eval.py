@@ -1,4 +1,4 @@
-"""eval.py: pass@1, pass@k, mean tokens and truncated share of a model on a benchmark, with the trainer's sampler and judge.
+"""eval.py: pass@1, pass@k, mean tokens and truncated share on a benchmark, with the trainer's sampler and judge.
 
     python eval.py --model DIR --data FILE.jsonl --n 16 --k 1 16 --max-new-tokens 32768 --out answers.jsonl
 
@@ -91,7 +91,7 @@ def evaluate(
     seed: int,
     on_finished: Callable[[Sample], None] = lambda sample: None,
 ) -> list[dict]:
-    """One record an answer: uid, sample, correct, tokens, finished, response. A problem's seed depends on its uid alone."""
+    """One record an answer: uid, sample, correct, tokens, finished, response. Seeds depend on the uid alone."""
     graded = sample_and_grade(
         sampler,
         judge,
@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> None:
     longest = max(map(len, prompts))
     room = lm.positions(model) - longest
     if (args.max_new_tokens or 1) > room:
-        raise UserError(f"command line: --max-new-tokens {args.max_new_tokens}, allowed: up to {room}, the model's room")
+        raise UserError(f"command line: --max-new-tokens {args.max_new_tokens}, allowed: up to {room}, its room")
     max_new_tokens = args.max_new_tokens or min(32768, room)
     sampler = Sampler(model, lm.eos_ids(model, tokenizer), args.slots, longest + max_new_tokens)
     print(sampler.memory(), file=sys.stderr)

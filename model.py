@@ -4,9 +4,10 @@
     prompt_ids = chat_prompt(tokenizer, "Compute 3+4.")
     logprob, entropy = token_logprobs(model, [(prompt_ids, response_ids)], temperature=1.0)
 
-Sequences are packed: all tokens of a micro-batch lie one after another in one row of T tokens, positions restart at each
-sequence, and attention stays within it. So no padding enters any matrix product but the attention's own, and on CUDA
-(flash attention over cumulative lengths) not even that. Legend: B sequences, T tokens in all, H heads, D head size.
+Sequences are packed: all tokens of a micro-batch lie one after another in one row of T tokens, positions restart at
+each sequence, and attention stays within it. So no padding enters any matrix product but the attention's own, and on
+CUDA (flash attention over cumulative lengths) not even that. Legend: B sequences, T tokens in all, H heads, D head
+size.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
         raise UserError(f"model {name!r}: it cannot be loaded: {type(error).__name__}: {what}") from error
     wrong = sorted(report["missing_keys"]) + sorted(key for key, *_ in report["mismatched_keys"])
     if wrong:
-        raise UserError(f"model {name!r}: {len(wrong)} of its tensors missing or of another shape, {wrong[0]} among them")
+        raise UserError(f"model {name!r}: {len(wrong)} tensors missing or of another shape, {wrong[0]} among them")
     if not tokenizer.encode("1+1=2", add_special_tokens=False):
         raise UserError(f"model {name!r}: its tokenizer knows no text; is tokenizer.json missing?")
     rows = model.get_input_embeddings().weight.shape[0]
@@ -126,7 +127,7 @@ def check_head(model: PreTrainedModel, name: str) -> None:
         raise UserError(f"model {name!r}: its logits are not finite, so its weights are damaged")
     if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2 * theirs.abs().max().item()):
         raise UserError(
-            f"model {name!r}: {type(model).__name__} changes its logits after the head (a scale, a soft cap or a bias); "
+            f"model {name!r}: {type(model).__name__} changes its logits after the head (scale, soft cap, bias); "
             "allowed: models whose logits are hidden @ head.T, such as Qwen2, Qwen3, Llama, Mistral"
         )
 
@@ -166,7 +167,7 @@ def packed_attention(module, query, key, value, attention_mask=None, scaling=Non
 
 @functools.cache
 def flash_attention():
-    """Causal attention(q, k, v, ends, ends, longest, longest, scale) by torch or flash-attn; None where neither has it."""
+    """Causal attention(q, k, v, ends, ends, longest, longest, scale) by torch or flash-attn; None without either."""
     if varlen_attn and {"window_size", "enable_gqa", "scale"} <= set(inspect.signature(varlen_attn).parameters):
         return lambda *args: varlen_attn(*args[:7], scale=args[7], window_size=(-1, 0), enable_gqa=True)
     if flash_attn_varlen_func:
@@ -197,7 +198,7 @@ def pack(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Ten
     """Packs (prompt, response) pairs: ids [1, T], positions [1, T], index [N], targets [N], packing.
 
     The last response token predicts nothing and is left out of the input. `index` are the positions whose hidden states
-    predict the N response tokens `targets`, EOS included: the one place where the mask is made, from lengths (SPEC 8.3).
+    predict the N response tokens `targets`, EOS included: here alone the mask is made, and from lengths (SPEC 8.3).
     """
     ids, column, index, targets, lengths = [], [], [], [], []
     for prompt, response in rows:
@@ -226,12 +227,13 @@ def pack(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Ten
 def token_logprobs(model: PreTrainedModel, rows: Sequence[Row], temperature: float) -> tuple[Tensor, Tensor]:
     """log pi(token) and entropy in nats of each response token, at the sampling temperature (SPEC 8.2).
 
-    rows: (prompt ids, response ids) pairs; returns two fp32 tensors [N], the responses one after another. Differentiable.
+    rows: (prompt ids, response ids) pairs; returns two fp32 tensors [N], response after response. Differentiable.
     """
     device = model.get_input_embeddings().weight.device
     ids, positions, index, targets, packing = pack(rows, device)
     with attention(model, "packed"):
-        hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, packing=packing).last_hidden_state
+        options = {"use_cache": False, "packing": packing}
+        hidden = model.base_model(input_ids=ids, position_ids=positions, **options).last_hidden_state
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
     hidden = hidden[0].index_select(0, index).to(dtype)  # (N, d)
     head = model.get_output_embeddings().weight.to(hidden.dtype)  # (V, d)

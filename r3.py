@@ -127,7 +127,7 @@ class Config:
     reflection_tokens: int = knob(1024, low=1)  # of the failed attempt, cut at the front
     reflection_template: str = (  # q (+) o_h (+) p_r
         "{problem}\n\nHere is an earlier attempt at this problem. Its answer is wrong.\n\n<attempt>\n{attempt}\n"
-        "</attempt>\n\nFind the first mistake in it and say why it is a mistake. Then solve the problem again from the start."
+        "</attempt>\n\nFind the first mistake in it and say why it is one. Then solve the problem again from the start."
     )
 
     # SERR, structural entropy ranking rewards
@@ -543,7 +543,7 @@ def gradients(run: Run, rows: list[Row]) -> Tensor:
 
 
 def backward(run: Run, rows: list[Row]) -> Tensor:
-    """Adds one micro-batch's gradient; returns sums [5]: loss, KL, clipped tokens, ratio and tokens of replayed ones."""
+    """Adds a micro-batch's gradient; returns sums [5]: loss, KL, clipped tokens, ratio and tokens of replayed ones."""
     c, device = run.config, run.ranks.device
     lengths = torch.tensor([len(r.response_ids) for r in rows], device=device)
 

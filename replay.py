@@ -6,7 +6,7 @@
     buffer.failure(uid, rng)                           # ISR: o_h, a past failure to reflect on
     buffer.accuracy(uid)                               # ISR: mean past accuracy, None while too little is known
 
-A query is known by its uid and never sees another's samples. Log-probs travel with their sample: they are `pi_old` for it.
+A query is known by its uid and never sees another's samples. Log-probs travel with their sample, as its `pi_old`.
 Left out: sharing between ranks (a uid lives on one rank) and any file format (see runtime.py).
 """
 
@@ -37,7 +37,7 @@ class Attempt:
 
 
 class ReplayBuffer:
-    """Newest `per_query` successes and as many failures of each uid, and its last `window` verdicts on plain prompts."""
+    """Newest `per_query` successes and as many failures of each uid; its last `window` verdicts on plain prompts."""
 
     def __init__(self, per_query: int = 8, window: int = 32, min_history: int = 1):
         self.per_query, self.window, self.min_history = per_query, window, min_history
@@ -65,7 +65,7 @@ class ReplayBuffer:
         return shuffled[:k]
 
     def failure(self, uid: str, rng) -> Attempt | None:
-        """A stored failure to reflect on, or None: finished ones first, then those of plain prompts (SPEC section 4)."""
+        """A stored failure to reflect on, or None: finished ones first, then those of plain prompts (SPEC 4)."""
         stored = self.attempts.get((uid, False), ())
         return min(stored, key=lambda a: (not a.finished, a.kind != PLAIN, rng.random()), default=None)
 

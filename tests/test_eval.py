@@ -34,8 +34,8 @@ def test_a_summary_weighs_problems_equally():
 
 def test_the_command_line_writes_every_answer(model_folder, problem_file, tmp_path, capsys):
     out = tmp_path / "answers.jsonl"
-    args = ["--model", model_folder, "--data", problem_file, "--n", 2, "--k", 1, 2, "--max-new-tokens", 12, "--out", out]
-    evaluation.main([str(a) for a in args])
+    args = ["--model", model_folder, "--data", problem_file, "--n", 2, "--k", 1, 2, "--max-new-tokens", 12]
+    evaluation.main([str(a) for a in [*args, "--out", out]])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 16 and {r["uid"] for r in rows} == {f"q{i}" for i in range(8)}
     assert set(rows[0]) == {"uid", "sample", "correct", "tokens", "finished", "response"}

@@ -86,7 +86,7 @@ def test_one_sample_has_no_rank_and_none_is_no_error():
 def test_ranking_never_lifts_a_failure_to_a_success():
     generator = torch.Generator().manual_seed(1)
     rewards = r3.serr(torch.rand(9, generator=generator), torch.rand(9, generator=generator), C.r_max)
-    assert 0 <= rewards.min() and rewards.max() <= C.r_max < r3.outcome_reward(True, True, 10**9, C)
+    assert rewards.min() >= 0 and rewards.max() <= C.r_max < r3.outcome_reward(True, True, 10**9, C)
 
 
 def test_only_truncated_responses_of_an_all_wrong_group_are_ranked():

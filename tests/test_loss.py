@@ -129,7 +129,7 @@ def test_token_weights_add_up_as_each_aggregation_says():
     assert per_response["constant"] == pytest.approx([3 / 20, 5 / 20])  # and no length changes what a token counts
 
 
-# ---- which tokens are trained, and how a step is put together -----------------------------------------------------------
+# ---- which tokens are trained, and how a step is put together -----------------------------------------------------
 
 
 def test_a_group_without_advantage_trains_nothing_but_counts_in_the_denominator():

@@ -14,8 +14,8 @@ ROWS = [([5, 6, 7], [8, 9, 1]), ([5], [4]), ([9, 8, 7, 6, 5], [3] * 9), ([2, 2],
 def fresh_forward(model, row, temperature):
     """Log-probs and entropies of one response by the model's own forward, alone and unpadded, in float64."""
     prompt, response = row
-    logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].double() / temperature
-    logp = logits.log_softmax(-1)
+    logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    logp = (logits.double() / temperature).log_softmax(-1)
     return logp.gather(1, torch.tensor(response)[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 

@@ -49,8 +49,9 @@ def parity(monkeypatch):
 def small(model_folder, problem_file, run_dir, **changes) -> r3.Config:
     """Three steps an epoch of two queries each, four responses of at most 12 tokens."""
     values = {
-        "model": str(model_folder), "data": str(problem_file), "run_dir": str(run_dir), "device": "cpu", "dtype": "float32",
-        "data_limit": 6, "batch_size": 2, "group_size": 4, "max_new_tokens": 12, "epochs": 4, "steps": 8, "lr": 1e-2,
+        "model": str(model_folder), "data": str(problem_file), "run_dir": str(run_dir), "device": "cpu",
+        "dtype": "float32", "data_limit": 6, "batch_size": 2, "group_size": 4,
+        "max_new_tokens": 12, "epochs": 4, "steps": 8, "lr": 1e-2,
         "beta": 0.01, "min_history": 4, "tau": 0.9, "reflection_tokens": 16, "slots": 16, "prompt_suffix": "",
     }  # fmt: skip
     return r3.Config(**{**values, **changes})
@@ -68,10 +69,12 @@ def test_a_run_writes_what_the_spec_says(model_folder, problem_file, tmp_path, p
     everything = rows(config.run_dir)
     steps = [row for row in everything if "loss" in row or "skipped" in row]
     evals = [row for row in everything if "eval/pass@1" in row]
-    assert [row["step"] for row in steps] == list(range(1, 9)) and [row["epoch"] for row in steps] == [1, 1, 1, 2, 2, 2, 3, 3]
-    assert [row["step"] for row in evals] == [0, 4, 8] and {"eval/pass@2", "eval/tokens", "eval/truncated"} <= set(evals[0])
-    keys = "step epoch reward accuracy solve_all solve_none truncated response_tokens entropy replayed reflected ranked loss"
-    keys += " kl clip_fraction ratio_replayed grad_norm lr"
+    assert [row["step"] for row in steps] == list(range(1, 9))
+    assert [row["epoch"] for row in steps] == [1, 1, 1, 2, 2, 2, 3, 3]
+    assert [row["step"] for row in evals] == [0, 4, 8]
+    assert {"eval/pass@2", "eval/tokens", "eval/truncated"} <= set(evals[0])
+    keys = "step epoch reward accuracy solve_all solve_none truncated response_tokens entropy replayed reflected ranked"
+    keys += " loss kl clip_fraction ratio_replayed grad_norm lr"
     assert set(keys.split()) <= set(steps[-1])
     assert sum(row["reflected"] for row in steps[:3]) == 0 < sum(row["reflected"] for row in steps[3:])
     assert sum(row["replayed"] for row in steps) > 0 and sum(row["ranked"] for row in steps) > 0
@@ -96,7 +99,7 @@ GOLDEN = [0.0]
 
 
 def test_all_flags_off_is_grpo_to_the_letter(model_folder, problem_file, tmp_path, parity, monkeypatch):
-    """No reflection group, no ranking reward, no replayed response: each group is G responses with their outcome rewards."""
+    """No reflection group, ranking reward or replayed response: a group is G responses with their outcome rewards."""
     seen, update = [], r3.update
 
     def spy(run, groups, step):
@@ -112,9 +115,9 @@ def test_all_flags_off_is_grpo_to_the_letter(model_folder, problem_file, tmp_pat
         assert group.rewards == tuple(a.reward for a in group.attempts)
 
 
-def test_an_injected_sample_moves_the_policy_and_its_ratio_leaves_one(model_folder, problem_file, tmp_path, parity, monkeypatch):
-    """On the real path: with replay, a step has replayed tokens whose ratio is not 1, since the weights moved since then;
-    without them the same groups give another gradient; and the buffer they came from survives save and load."""
+def test_an_injected_sample_changes_the_gradient(model_folder, problem_file, tmp_path, parity, monkeypatch):
+    """On the real path: replayed tokens have a ratio that is not 1, since the weights have moved; without them the same
+    groups give another gradient; and the buffer they came from survives save and load."""
     seen, update = [], r3.update
 
     def spy(run, groups, step):
@@ -142,7 +145,8 @@ def test_an_injected_sample_moves_the_policy_and_its_ratio_leaves_one(model_fold
     loaded.load_state_dict(stored)
     injected = next(a for g in groups for a in g.attempts[g.fresh :])
     kept = [a for side in loaded.attempts.values() for a in side]
-    assert any(list(a.response_ids) == list(injected.response_ids) and (a.logprobs == injected.logprobs).all() for a in kept)
+    same = [a for a in kept if list(a.response_ids) == list(injected.response_ids)]
+    assert same and (same[0].logprobs == injected.logprobs).all()
 
 
 def test_dynamic_sampling_fills_the_batch_with_mixed_groups(model_folder, problem_file, tmp_path, parity, monkeypatch):
@@ -163,8 +167,8 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups(model_folder, proble
 def test_every_config_loads_and_takes_a_step_on_a_cpu(path, model_folder, problem_file, tmp_path, parity):
     config = settings.parse(r3.Config, ["--config", str(path)])
     assert config.run_dir == f"runs/{path.stem}"
-    own = {k: v for k, v in asdict(config).items() if k in ("replay", "reflect", "rank", "loss_agg", "dynamic_sampling", "beta",
-           "length_reward", "eps_high", "gradient_checkpointing", "reflection_template", "eval_temperature")}  # fmt: skip
+    names = "replay reflect rank loss_agg dynamic_sampling beta length_reward eps_high gradient_checkpointing"
+    own = {k: v for k, v in asdict(config).items() if k in names.split()}
     r3.train(small(model_folder, problem_file, tmp_path / "run", **{**own, "steps": 1}))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
 
