@@ -94,7 +94,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, slot_cac
         refused.append(f"a sliding window of {options['sliding_window']} positions under max_len {slot_cache.max_len}")
     if refused:
         raise UserError(f"model {module.config.model_type}: found {', '.join(refused)}, allowed: {PLAIN}")
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))  # a rotation may have made it fp32
     return slot_cache.attend(module.layer_idx, q, k, v, scaling)[None], None
 
 

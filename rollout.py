@@ -190,7 +190,7 @@ class Sampler:
     """Samples responses from `model`, a Hugging Face causal LM with plain attention; it may be the policy itself.
 
     At most `slots` responses run at a time (None: as many as memory holds, up to 512), each of at most `max_len`
-    positions, prompt included. `fixed_shapes` and `eos_every`: on and 8 on CUDA, off and 1 on the CPU.
+    positions, prompt included. `fixed_shapes`, `eos_every`, `graphs`: on, 8 and on with CUDA; off, 1 and off without.
     """
 
     def __init__(
@@ -201,11 +201,13 @@ class Sampler:
         max_len: int = 1024,
         fixed_shapes: bool | None = None,
         eos_every: int | None = None,
+        graphs: bool | None = None,
     ):
         self.model, self.device, self.max_len = model, model.device, max_len
         cuda = self.device.type == "cuda"
         self.fixed_shapes = cuda if fixed_shapes is None else fixed_shapes
         self.eos_every = eos_every or (8 if cuda else 1)
+        self.advance = self._replay if (cuda if graphs is None else graphs) else self._step
         self.is_eos = np.zeros(model.config.vocab_size, dtype=bool)
         self.is_eos[sorted(eos_ids)] = True
         self.shape = attention_shape(model, max_len)
@@ -339,8 +341,7 @@ class Sampler:
             starts, ends = [0, *segment_ends(B)[:-1]], segment_ends(B)
             segments = tuple(zip(starts, ends, np.maximum.reduceat(reach, starts).tolist(), strict=True))
         self.row_steps += B * self.eos_every
-        step = self._replay if self.device.type == "cuda" else self._step
-        drawn = [step(B, segments, temperature, top_p) for _ in range(self.eos_every)]
+        drawn = [self.advance(B, segments, temperature, top_p) for _ in range(self.eos_every)]
         return torch.stack(drawn).cpu().numpy()
 
     def _step(self, B: int, segments, temperature: float, top_p: float) -> Tensor:
