@@ -61,7 +61,7 @@ MAX_PAIRED = 50  # members of a list that are compared by value; more must be sp
 RELATIONS = {"=", "<", ">", "\\le", "\\ge", "\\ne", "\\approx", "\\in", "\\equiv", "\\sim"}
 MIRRORED = {">": "<", "\\ge": "\\le"}
 NOT_IN_NAMES = RELATIONS | {"+", "-", "*", "^", "!", "%", "\\sqrt", "\\pi", "\\infty", "\\pm", "\\pmod"}
-FOR_ALGEBRA = {"\\sum", "\\prod", "\\int", "\\lim", "\\setminus", "\\cap", "\\det"}
+FOR_ALGEBRA = {"\\begin:matrix", "\\sum", "\\prod", "\\int", "\\lim", "\\setminus", "\\cap", "\\det"}
 CURRENCY = {"$", "€", "£", "¥"}
 UNIT_NAMES = {
     "degree": "°", "degrees": "°", "deg": "°", "percent": "%", "per cent": "%", "percentage": "%",
@@ -69,14 +69,14 @@ UNIT_NAMES = {
     "mins": "min", "second": "s", "seconds": "s", "sec": "s", "secs": "s", "meter": "m", "meters": "m", "metre": "m",
     "metres": "m", "centimeter": "cm", "centimeters": "cm", "centimetres": "cm", "kilometers": "km", "kilometres": "km",
     "gram": "g", "grams": "g", "kilogram": "kg", "kilograms": "kg", "inch": "in", "inches": "in", "foot": "ft",
-    "feet": "ft", "miles per hour": "mph",
+    "feet": "ft", "miles per hour": "mph", "usd": "$", "euros": "€", "euro": "€",
 }  # fmt: skip
 ANNOUNCEMENT = r'"?(the )?(final )?answer( is)?:?'
 NO_UNIT = vocabulary(
     "not no wrong or and is are if than least most less more about between of answer except either the "
     "approximately maybe perhaps probably possibly"
 )
-CHOICE = re.compile(r"\(?\s?([A-Z])\s?(?:\)|(?=$|[:.]))[:.)]?\s*(.*)", re.DOTALL)
+CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?\s?([A-Z])\s?(?:\)|(?=$|[:.]))[:.)]?\s*(.*)", re.DOTALL)
 
 
 def compare(given: str, reference: str, algebra: Algebra | None = None) -> bool | None:
@@ -173,10 +173,7 @@ def same(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | No
         return plain_words(given) == plain_words(reference)
     if depth(given) < 0 or depth(reference) < 0:
         return False
-    pair = approximated(given, reference, algebra)
-    if pair is not None:
-        return pair[0]
-    for kind in (same_lists, same_chains, same_tuples, same_matrices, same_ratios):
+    for kind in (same_approximations, same_lists, same_chains, same_tuples, same_matrices, same_ratios):
         verdict = kind(given, reference, algebra)
         if verdict is not NotThisKind:
             return verdict
@@ -201,7 +198,8 @@ def chosen(found: Tokens) -> str | None:
 
 
 def is_text(found: Tokens) -> bool:
-    return all(token[0] == '"' or token in (".", ",", "-", "'", "(", ")", "!", "?") for token in found)
+    words = [token for token in found if token[0] == '"']
+    return bool(words) and set(found) - set(words) <= {".", ",", "-", "'", "(", ")", "!", "?"}
 
 
 def plain_words(found: Tokens) -> str:
@@ -209,13 +207,13 @@ def plain_words(found: Tokens) -> str:
     return " ".join(re.findall(r"\w+|-", text))
 
 
-def approximated(given: Tokens, reference: Tokens, algebra: Algebra | None) -> list | None:
-    """The verdict where either answer has the form `a \\approx b`."""
+def same_approximations(given: Tokens, reference: Tokens, algebra: Algebra | None):
+    """`a \\approx b` is a, or b where a is a name; of a reference either will do."""
     left, right = split(given, "\\approx"), split(reference, "\\approx")
     if len(left) == len(right) == 1:
-        return None
+        return NotThisKind
     value = left[0] if len(left) == 1 or not is_name(left[0]) else left[1]
-    return [any_of(same(strip(value), strip(part), algebra) for part in right if part)]
+    return any_of(same(strip(value), strip(part), algebra) for part in right if part)
 
 
 def any_of(verdicts) -> bool | None:
@@ -366,8 +364,8 @@ def same_matrices(given: Tokens, reference: Tokens, algebra: Algebra | None):
     tables = [entries(found) for found in (given, reference)]
     if tables == [None, None]:
         return NotThisKind
-    if None in tables:
-        return by_algebra(given, reference, algebra)
+    if None in tables:  # a matrix against a product or a sum of matrices, or against something else
+        return "\\begin:matrix" in given and "\\begin:matrix" in reference and by_algebra(given, reference, algebra)
     if [len(row) for row in tables[0]] != [len(row) for row in tables[1]]:
         return False
     left, right = ([entry for row in table for entry in row] for table in tables)
@@ -569,4 +567,4 @@ def by_algebra(given: Tokens, reference: Tokens, algebra: Algebra | None) -> boo
     words = any(token[0] == '"' for token in (*given, *reference))
     if words or not FOR_ALGEBRA & {*given, *reference} or len({letter.lower() for letter in letters}) < len(letters):
         return False
-    return algebra(" ".join(given), " ".join(reference)) if algebra else None
+    return algebra(*(re.sub(r":(\w+)", r"{p\1}", " ".join(found)) for found in (given, reference))) if algebra else None

@@ -68,7 +68,7 @@ SPELLINGS = {
     "\\dots": "\\ldots", "\\cdots": "\\ldots", "\\degree": "°", "\\prime": "'",
     "\\lparen": "(", "\\rparen": ")", "\\thinspace": "", "\\approxeq": "\\approx", "\\simeq": "\\approx", "\\land": ",",
     "\\lor": ",", "\\wedge": ",", "\\vee": ",", "\\&": ",", "\\tg": "\\tan", "\\ctg": "\\cot", "\\varphi": "\\phi",
-    "\\varepsilon": "\\epsilon", "\\hbox": "", "\\boxed": "", "\\fbox": "", "\\#": "",
+    "\\varepsilon": "\\epsilon", "\\hbox": "", "\\boxed": "", "\\fbox": "", "\\#": "", "\\pounds": "£", "\\euro": "€",
 }  # fmt: skip
 
 IGNORED = vocabulary(
@@ -91,7 +91,7 @@ WORDS = vocabulary("yes no true false none odd even all undefined")
 
 GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\\!\s{0,3}|\\[, ;!]|~| )\d{3})+(?![\d/])")
 LEXER = re.compile(
-    r"(?P<repeating>\d*\.\d*\\(?:overline|bar|dot)\s*(?:\{\d+\}|\d))"
+    r"(?P<repeating>\d*\.\d*\\(?:overline|bar|dot)\s*(?:\{\d+\}|\d)(?:\d*\\dot\s*(?:\{\d\}|\d))?|\d+\.\(\d+\))"
     r"|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
     r"|(?P<degree>\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z])))"
     r"|(?P<prime>\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![a-zA-Z])))"
@@ -115,6 +115,9 @@ def tokens(text: str) -> list[str]:
         raise Unreadable(f"longer than {MAX_LENGTH} characters")
     text = GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text.translate(UNICODE))
     text = re.sub(r"(\d)\s*x\s*(10\s*\^)", r"\1*\2", text)
+    text = re.sub(
+        r"(?<=\d)\s*(?:\\[ ,;]\s?)?((?:k?m|cm|ft|mi)/(?:s|h|hr|min)(?:\^\{?2\}?)?)$", r"\\text{ \1}", text.strip()
+    )
     words = re.fullmatch(r"\s*[A-Za-z][A-Za-z' .()-]*", text)
     if words and any(len(run) > 3 or run.lower() in WORDS for run in re.findall("[A-Za-z]+", text)):
         return word(text)
@@ -124,7 +127,8 @@ def tokens(text: str) -> list[str]:
         if kind == "words":
             result += word(match["words"], roman=found.startswith(("\\mathrm", "\\operator")))
         elif kind == "repeating":
-            result.append(re.sub(r"\\[a-z]+\s*\{?(\d+)\}?", r"(\1)", found))
+            fixed, _, period = found.replace("(", "\\").partition("\\")
+            result.append(f"{fixed}({re.sub(r'[^0-9]', '', period)})")
         elif kind == "degree":
             result.append("°")
         elif kind == "prime":
@@ -138,7 +142,7 @@ def tokens(text: str) -> list[str]:
         elif kind == "command" and found[1:] not in IGNORED:
             result += filter(None, [SPELLINGS.get(found, found)])
         elif kind == "run":
-            result += run(found, apart=match.start() == 0 or text[match.start() - 1] in " ~")
+            result += run(found, apart=match.start() == 0 or text[match.start() - 1] in " ~,;:!")
         elif kind in ("number", "character"):
             result.append(found)
     if depth(result) > MAX_DEPTH:
@@ -152,7 +156,7 @@ def word(text: str, roman: bool = False) -> list[str]:
     if re.fullmatch(r"[,;]?\s?(and|or|AND|OR)?[,;]?", text):
         return [","] if text else []
     if not re.search(r"\w", text):
-        return list(text.replace(" ", ""))
+        return tokens(text)
     if text == "to":
         return [":"]
     if roman and text in FUNCTIONS:
@@ -182,7 +186,7 @@ def run(letters: str, apart: bool) -> list[str]:
     return list(letters)
 
 
-UNITS = vocabulary("cm mm km kg mg ml mL min sec hr hrs deg mph ft lb oz")
+UNITS = vocabulary("cm mm km kg mL min sec hr hrs deg mph ft lb oz")
 OPENERS, CLOSERS = (
     {"(", "[", "{", "\\{", "\\lfloor", "\\lceil", "\\langle"},
     {")", "]", "}", "\\}", "\\rfloor", "\\rceil", "\\rangle"},
@@ -398,6 +402,10 @@ class Parser:
             name += self.take()
             if name[-1] == "_":
                 name += self.raw()
+        if name == "C" and self.peek() == "(" and self.peek(2) == "," and self.peek(4) == ")":
+            above, below = self.peek(1), self.peek(3)
+            self.at += 5
+            return ("call", "binomial", parse([above]), parse([below]))
         if self.peek() == "(" and self.peek(2) == ")" and (self.peek(1).isalpha() or is_number(self.peek(1))):
             name += self.take() + self.take() + self.take()
         return ("name", name)
