@@ -244,7 +244,7 @@ def test_the_shared_module_trains_as_before_after_sampling():
 
 
 def test_dropout_is_off_while_sampling():
-    model = build(attention_dropout=0.9)
+    model = build(GPTNeoXConfig, attention_dropout=0.5, hidden_dropout=0.5)
     model.train()
     options = {"max_new_tokens": 10, "temperature": 0.0}
     got = Sampler(model, EOS, slots=2, max_len=30).generate(PROMPTS[:2], **options)
@@ -407,3 +407,34 @@ def test_a_burst_is_recorded_up_to_each_row_s_end():
     (_, first), (_, second) = rows.release(0), rows.release(1)
     assert (first.response_ids, first.finished, first.logprobs.tolist()) == ((5, 5, 6), False, [0, -3, -6])
     assert (second.response_ids, second.finished, second.logprobs.tolist()) == ((5, 7), True, [-1, -4])
+
+
+# ---- on a card
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_cuda_graphs_equal_naive_in_fp32(temperature):
+    model = build().cuda()
+    options = {"n": 3, "max_new_tokens": 24, "temperature": temperature, "seed": 3}
+    got = Sampler(model, EOS, slots=5, max_len=40).generate(PROMPTS, **options)
+    assert_same(got, naive_generate(model, PROMPTS, EOS, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_flash_over_the_slots_equals_a_fresh_forward_in_bf16():
+    model = build(hidden_size=256).cuda().bfloat16()
+    graphs, eager = (
+        Sampler(model, EOS, slots=5, max_len=600, graphs=graphs).generate(PROMPTS, n=3, max_new_tokens=300, seed=3)
+        for graphs in (True, False)
+    )
+    assert_same(graphs, eager)
+    for sample in flat(graphs):
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids], device="cuda")
+        start = len(sample.prompt_ids)
+        with torch.no_grad():
+            logprob, entropy = token_stats(model(ids).logits[0, start - 1 : -1], ids[0, start:])
+        np.testing.assert_allclose(sample.logprobs, logprob.cpu(), atol=0.15)
+        np.testing.assert_allclose(sample.entropies, entropy.cpu(), atol=0.15)
