@@ -31,6 +31,8 @@ except ModuleNotFoundError as error:  # an installed Triton that cannot be impor
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 FINITE = -1e30  # in place of -inf: the probability is 0 just the same, and 0 * FINITE is not NaN
+UNIT = 0xFFFFFF * 2.0**-55  # makes 31 random bits a number in (0, 1): below 1 even where fp32 rounds them up
+BLOCK = 4096  # logits that a kernel takes at a time
 
 # ---------------------------------------------------------------- noise: the same code in torch and in Triton
 
@@ -52,16 +54,14 @@ def _bits(index, key, odd):
     return x & 0x7FFFFFFF | 1
 
 
-UNIT = 0xFFFFFF * 2.0**-55  # makes these bits a number in (0, 1): below 1 even where fp32 rounds them up
-
 # ---------------------------------------------------------------- reference: a tile in torch
 
 
-def _work_dtype(x: Tensor) -> torch.dtype:
+def _work_dtype(x):
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _reduce(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _reduce(logits, temperature):
     """logits [t, v] -> w in base 2 and e^w [t, v]; the largest logit, log s and H [t]."""
     z = logits.to(_work_dtype(logits))
     top = z.amax(1)
@@ -72,12 +72,12 @@ def _reduce(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor,
     return w, e, top, log_s, log_s - (e * w).sum(1) * LN2 / s
 
 
-def _at_target(y: Tensor, v: int) -> tuple[Tensor, Tensor]:
+def _at_target(y, v):
     """Whether y [t] is one of the v columns of the tile, and a column [t, 1]: y, or the nearest if it is not."""
     return (y >= 0) & (y < v), y.clamp(0, v - 1)[:, None]
 
 
-def _stats_torch(logits: Tensor, y: Tensor, temperature: float) -> Tensor:
+def _stats_torch(logits, y, temperature):
     """logits [t, v], y [t] -> [4, t]: the largest logit, log s, H, and w_y or -inf where y is outside of [0, v)."""
     _, _, top, log_s, H = _reduce(logits, temperature)
     inside, column = _at_target(y, logits.shape[1])
@@ -85,9 +85,7 @@ def _stats_torch(logits: Tensor, y: Tensor, temperature: float) -> Tensor:
     return torch.stack((top, log_s, H, torch.where(inside, w_y, -math.inf)))
 
 
-def _grad_torch(
-    logits: Tensor, y: Tensor, saved: Tensor, g_logp: Tensor, g_H: Tensor, temperature: float, out: Tensor
-) -> None:
+def _grad_torch(logits, y, saved, g_logp, g_H, temperature, out):
     """Gradient of sum(g_logp log p_y + g_H H) -> out [t, v] of any dtype; out may be the logits themselves.
     saved [3, t]: the largest logit, log s and H of the whole rows."""
     top, log_s, H = saved[:, :, None]
@@ -95,14 +93,11 @@ def _grad_torch(
     p = log_p.exp2()
     g_y, g = g_logp[:, None] / temperature, g_H[:, None] / temperature
     inside, column = _at_target(y, logits.shape[1])
-    grad = log_p.mul_(g * -LN2).sub_(g_y + g * H).mul_(p).scatter_add_(1, column, g_y * inside[:, None])
-    out.copy_(grad)
+    out.copy_(log_p.mul_(g * -LN2).sub_(g_y + g * H).mul_(p).scatter_add_(1, column, g_y * inside[:, None]))
 
 
-def _sample_torch(
-    logits: Tensor, temperature: float, seeds: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gumbel-max as the race that it is: of exponential clocks E_j / p_j the first one wins."""
+def _sample_torch(logits, temperature, seeds, positions):
+    """-> token, log-probability, H [B]. Gumbel-max is a race: the first of the exponential clocks E_j / p_j wins."""
     w, e, _, log_s, H = _reduce(logits, temperature or 1.0)
     if temperature > 0:
         key, odd = (k.to(torch.int32)[:, None] for k in _row_keys(seeds, positions))
@@ -191,27 +186,24 @@ if triton is not None:
         tl.store(H + row, (tl.log2(s) - a / s) * _LN2)
 
 
-BLOCK = 4096
-
-
-def _launch(kernel, programs: int, logits: Tensor, *args, **constants) -> None:
+def _launch(kernel, programs, logits, *args, **constants):
     with torch.cuda.device_of(logits):
         kernel[(programs,)](logits, *args, *logits.stride(), **constants, BLOCK=BLOCK, num_warps=8)
 
 
-def _stats_triton(logits: Tensor, y: Tensor, temperature: float) -> Tensor:
+def _stats_triton(logits, y, temperature):
     (T, V), out = logits.shape, logits.new_empty(4, len(logits), dtype=torch.float32)
     _launch(_stats_kernel, T, logits, y, out, T, V, LOG2E / temperature)
     return out
 
 
-def _grad_triton(logits, y, saved, g_logp, g_H, temperature, out) -> None:
+def _grad_triton(logits, y, saved, g_logp, g_H, temperature, out):
     (T, V), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
     args = y, *saved, g_logp, g_H, out, out.stride(0), V, blocks, LOG2E / temperature
     _launch(_grad_kernel, T * blocks, logits, *args)
 
 
-def _sample_triton(logits, temperature, seeds, positions) -> tuple[Tensor, Tensor, Tensor]:
+def _sample_triton(logits, temperature, seeds, positions):
     (B, V), token = logits.shape, torch.empty_like(seeds)
     logp, H = logits.new_empty(2, B, dtype=torch.float32)
     args = seeds, positions, token, logp, H, V, LOG2E / (temperature or 1.0)
@@ -222,25 +214,23 @@ def _sample_triton(logits, temperature, seeds, positions) -> tuple[Tensor, Tenso
 # ---------------------------------------------------------------- dispatch on the tensor, and the loops over tiles
 
 
-def _tile_functions(x: Tensor) -> tuple:
+def _tile_functions(x):
     if x.is_cuda and triton is not None and x.dtype != torch.float64:
         return _stats_triton, _grad_triton, _sample_triton
     return _stats_torch, _grad_torch, _sample_torch
 
 
-def _rows(logits: Tensor) -> list[slice]:
+def _rows(logits):
     """All rows at once on a GPU; on a CPU as many as the cache holds, for the passes that the reference makes."""
     return _spans(len(logits), len(logits) if logits.is_cuda else 2**18 // logits.shape[1])
 
 
-def _spans(n: int, step: int) -> list[slice]:
+def _spans(n, step):
     step = max(step, 1)
     return [slice(i, min(i + step, n)) for i in range(0, max(n, 1), step)]
 
 
-def sample(
-    logits: Tensor, temperature: float, seeds: Tensor, positions: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def sample(logits: Tensor, temperature: float, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Draw a token from softmax(logits / temperature) in each row, by Gumbel-max.
 
     logits [B, V] (-inf where a token is excluded), seeds and positions [B] int64 -> (token [B] int64, its
@@ -333,18 +323,19 @@ class _LinearTokenStats(torch.autograd.Function):
         return d_hidden.to(hidden.dtype), d_weight, None, None, None
 
 
-def _tiles(hidden: Tensor, weight: Tensor, tile_mb: float | None) -> tuple[list[slice], list[slice]]:
-    """Rows and columns of the tiles, which are tall enough to keep the matrix products busy."""
+def _tiles(hidden, weight, tile_mb):
+    """Rows and columns of the tiles: tall enough to keep the matrix products busy, and of a round width."""
     tall, mb = (8192, 512) if hidden.is_cuda else (512, 2)
     tall = max(1, min(tall, len(hidden)))
-    return _spans(len(hidden), tall), _spans(len(weight), int((tile_mb or mb) * 2**18 / tall))
+    width = int((tile_mb or mb) * 2**18 / tall)
+    return _spans(len(hidden), tall), _spans(len(weight), width // 64 * 64 or width)
 
 
-def _logits(h: Tensor, W: Tensor, dtype: torch.dtype) -> Tensor:
+def _logits(h, W, dtype):
     return _addmm(h.new_empty(len(h), len(W), dtype=dtype), h, W.t(), beta=0)
 
 
-def _addmm(out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> Tensor:
+def _addmm(out, a, b, beta=1):
     """out <- beta out + a b, never rounded below the dtype of out: cuBLAS takes half precision in and gives fp32."""
     if a.is_cuda and a.dtype != out.dtype:
         return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
