@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import byte_tokenizer, random_model
+from tqdm import tqdm
 
 import r3
 import run
@@ -175,6 +177,7 @@ def in_child(work, stderr: Path = Path(os.devnull)) -> int:
     try:
         os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
         sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
+        tqdm.set_lock(threading.RLock())  # its own one is shared with the parent, and a killed child would keep it
         work()
         code = 0
     except SystemExit as end:
