@@ -416,11 +416,35 @@ def test_kernels_under_the_fused_head(device, dtype):
 def test_kernel_draws_what_the_reference_draws(device, temperature, V):
     logits, (seeds, positions) = model_like(40, V, torch.bfloat16).float(), row(40)
     logits[:, 2] = -torch.inf
+    if V > 4096 + 8:  # equal logits in two blocks, at the same place and at an earlier one
+        logits[0, [7, 4096 + 7]] = logits[1, [7, 4096 + 6]] = 50.0
     expected = entropy._sample_torch(logits, temperature, seeds * 10**12, positions)
     found = entropy.sample(logits.to(device), temperature, seeds.to(device) * 10**12, positions.to(device))
     assert torch.equal(found[0].cpu(), expected[0])
     for a, b in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(a.cpu(), b, atol=1e-5, rtol=0)
+
+
+def check_that_a_tiny_clock_keeps_its_digits(device):
+    """Each row's smallest noise, about 1e-5, against one other at odds of 1 +- 0.001; 1 - u would be too coarse."""
+    n, V, other = 6, 100_000, 3
+    rows = torch.arange(n)
+    key, odd = (k.to(torch.int32)[:, None] for k in entropy._row_keys(rows, rows))
+    clock = -torch.log1p(-entropy._bits(torch.arange(V, dtype=torch.int32), key, odd).double() * entropy.UNIT)
+    smallest, logits = clock.argmin(1), torch.full((n, V), -torch.inf)
+    logits[rows, smallest] = 0.0
+    for margin, winner in ((1e-3, torch.full((n,), other)), (-1e-3, smallest)):
+        logits[:, other] = ((clock[:, other] / clock[rows, smallest]).log() + margin).float()
+        token = entropy.sample(logits.to(device), 1.0, rows.to(device), rows.to(device))[0]
+        assert torch.equal(token.cpu(), winner)
+
+
+def test_a_tiny_clock_keeps_its_digits():
+    check_that_a_tiny_clock_keeps_its_digits("cpu")
+
+
+def test_a_tiny_clock_keeps_its_digits_in_the_kernel(device):
+    check_that_a_tiny_clock_keeps_its_digits(device)
 
 
 def test_kernel_grids_have_one_axis(device, monkeypatch):
