@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 import entropy
+from decoder import fastest_forward
 from errors import UserError
 from kvcache import SlotCache, attention_shape, free_bytes, slot_attention, slot_bytes
 
@@ -265,8 +266,8 @@ class Sampler:
         waiting = self._requests(prompts, n, max_new_tokens, seed)
         results: list[list[Sample]] = [[None] * n for _ in prompts]
         rows = Rows(self.slots, max_new_tokens, self.is_eos)
-        self._allocate()
         with slot_attention(self.model):
+            self._allocate()
             for step in itertools.count():
                 self._admit(waiting, rows)
                 self._move(rows, *rows.gaps())
@@ -297,6 +298,7 @@ class Sampler:
         if self.cache is None:
             self.cache = SlotCache(self.shape, self.slots, self.max_len, self.model.dtype, self.device)
             self.state = torch.zeros(4, self.slots, dtype=torch.long, device=self.device)
+            self.forward = fastest_forward(self.model, self.max_len, self.cache)
 
     def _admit(self, waiting: deque[Request], rows: Rows) -> None:
         for row in np.flatnonzero(~rows.in_use)[: len(waiting)]:
@@ -321,7 +323,7 @@ class Sampler:
         positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
         self.cache.begin_prefill(lengths)
         if len(tokens):
-            self._forward(tokens, positions, logits_to_keep=1)
+            self.forward(tokens, positions, self.cache, 1)
         for prompt, cached in zip(prompts, self.cache.prefilled.split(lengths, dim=3), strict=True):
             prompt.cached = cached
 
@@ -348,7 +350,7 @@ class Sampler:
         """One token for each of rows 0..B-1, from the state on the device and back into it -> (3, B) fp64."""
         token, length, seed, position = self.state[:, :B]
         self.cache.begin_step(length, segments)
-        drawn = draw(self._forward(token, length), temperature, top_p, seed, position)
+        drawn = draw(self.forward(token, length, self.cache, 0), temperature, top_p, seed, position)
         token.copy_(drawn[0])
         length.add_(1).clamp_(max=self.max_len - 1)  # a row past its end stays inside the cache
         position.add_(1)
@@ -372,16 +374,6 @@ class Sampler:
         graph, out = self.graphs[step]
         graph.replay()
         return out.clone()
-
-    def _forward(self, tokens: Tensor, positions: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Packed tokens and their positions (T,) -> logits (T or logits_to_keep, V) in the model's dtype."""
-        return self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=logits_to_keep,
-            slot_cache=self.cache,
-        ).logits[0]
 
 
 # ---- the naive twin
