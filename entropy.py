@@ -62,14 +62,14 @@ def _work_dtype(x):
 
 
 def _reduce(logits, temperature):
-    """logits [t, v] -> w in base 2 and e^w [t, v]; the largest logit, log s and H [t]."""
+    """logits [t, v] -> e^w [t, v]; the largest logit, log s and H [t]."""
     z = logits.to(_work_dtype(logits))
     top = z.amax(1)
     w = (z - top[:, None]).mul_(LOG2E / temperature).clamp_min_(FINITE)
     e = w.exp2()
     s = e.sum(1)
     log_s = s.log()
-    return w, e, top, log_s, log_s - (e * w).sum(1) * LN2 / s
+    return e, top, log_s, log_s - w.mul_(e).sum(1) * LN2 / s
 
 
 def _at_target(y, v):
@@ -79,7 +79,7 @@ def _at_target(y, v):
 
 def _stats_torch(logits, y, temperature):
     """logits [t, v], y [t] -> [4, t]: the largest logit, log s, H, and w_y or -inf where y is outside of [0, v)."""
-    _, _, top, log_s, H = _reduce(logits, temperature)
+    _, top, log_s, H = _reduce(logits, temperature)
     inside, column = _at_target(y, logits.shape[1])
     w_y = (logits.gather(1, column)[:, 0].to(top.dtype) - top) / temperature
     return torch.stack((top, log_s, H, torch.where(inside, w_y, -math.inf)))
@@ -98,15 +98,15 @@ def _grad_torch(logits, y, saved, g_logp, g_H, temperature, out):
 
 def _sample_torch(logits, temperature, seeds, positions):
     """-> token, log-probability, H [B]. Gumbel-max is a race: the first of the exponential clocks E_j / p_j wins."""
-    w, e, _, log_s, H = _reduce(logits, temperature or 1.0)
+    e, _, log_s, H = _reduce(logits, temperature or 1.0)
     if temperature > 0:
         key, odd = (k.to(torch.int32)[:, None] for k in _row_keys(seeds, positions))
-        index = torch.arange(w.shape[1], dtype=torch.int32, device=w.device)
-        minus_E = _bits(index, key, odd).to(w.dtype).mul_(-UNIT).log1p_()  # exact for the small E that win
+        index = torch.arange(e.shape[1], dtype=torch.int32, device=e.device)
+        minus_E = _bits(index, key, odd).to(e.dtype).mul_(-UNIT).log1p_()  # exact for the small E that win
         token = torch.div(e, minus_E, out=minus_E).argmin(1)
     else:
-        token = w.argmax(1)
-    return token, w.gather(1, token[:, None])[:, 0] * LN2 - log_s, H
+        token = logits.argmax(1)
+    return token, e.gather(1, token[:, None])[:, 0].log() - log_s, H
 
 
 # ---------------------------------------------------------------- kernels: a row is read once, in blocks
@@ -276,7 +276,7 @@ def linear_token_stats(
 ) -> tuple[Tensor, Tensor]:
     """`token_stats(hidden @ weight.T, targets, temperature)` for hidden [T, d] and weight [V, d] of one dtype.
 
-    Of the logits only a tile of `tile_mb` (by default 2 on a CPU, 512 on a GPU) exists at a time; backward computes
+    Of the logits only a tile of `tile_mb` (by default 1 on a CPU, 512 on a GPU) exists at a time; backward computes
     it again. Differentiable in hidden and weight; products are accumulated in fp32 and rounded once."""
     return _LinearTokenStats.apply(hidden, weight, targets, temperature, tile_mb)
 
@@ -284,12 +284,12 @@ def linear_token_stats(
 class _LinearTokenStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, tile_mb):
-        stats, dtype = _tile_functions(hidden)[0], _work_dtype(hidden)
-        rows, columns = _tiles(hidden, weight, tile_mb)
-        tiles = hidden.new_empty(len(columns), 4, len(hidden), dtype=dtype)
+        stats = _tile_functions(hidden)[0]
+        rows, columns, tile = _tiles(hidden, weight, tile_mb)
+        tiles = hidden.new_empty(len(columns), 4, len(hidden), dtype=tile.dtype)
         for k, c in enumerate(columns):
             for r in rows:
-                tiles[k, :, r] = stats(_logits(hidden[r], weight[c], dtype), targets[r] - c.start, temperature)
+                tiles[k, :, r] = stats(_logits(tile, hidden[r], weight[c]), targets[r] - c.start, temperature)
         top_k, log_s_k, H_k, w_y = tiles.unbind(1)
         top = top_k.amax(0)
         shift = (top_k - top) / temperature
@@ -307,11 +307,11 @@ class _LinearTokenStats(torch.autograd.Function):
         g_logp, g_H, grad = g_logp.contiguous(), g_H.contiguous(), _tile_functions(hidden)[1]
         d_hidden = torch.zeros(hidden.shape, dtype=saved.dtype, device=hidden.device)
         d_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        rows, columns = _tiles(hidden, weight, ctx.tile_mb)
+        rows, columns, tile = _tiles(hidden, weight, ctx.tile_mb)
         for c in columns:
             W, d_W = weight[c], None if d_weight is None else d_weight[c].to(saved.dtype)  # no copy where it is fp32
             for r in rows:
-                z = _logits(hidden[r], W, saved.dtype)
+                z = _logits(tile, hidden[r], W)
                 dz = torch.empty_like(z, dtype=W.dtype) if z.is_cuda and z.dtype != W.dtype else z
                 grad(z, targets[r] - c.start, saved[:, r], g_logp[r], g_H[r], ctx.temperature, dz)
                 if ctx.needs_input_grad[0]:
@@ -324,15 +324,17 @@ class _LinearTokenStats(torch.autograd.Function):
 
 
 def _tiles(hidden, weight, tile_mb):
-    """Rows and columns of the tiles: tall enough to keep the matrix products busy, and of a round width."""
-    tall, mb = (8192, 512) if hidden.is_cuda else (512, 2)
+    """Rows and columns of the tiles, tall enough to keep the matrix products busy; and the memory of one of them."""
+    tall, mb = (8192, 512) if hidden.is_cuda else (512, 1)
     tall = max(1, min(tall, len(hidden)))
-    width = int((tile_mb or mb) * 2**18 / tall)
-    return _spans(len(hidden), tall), _spans(len(weight), width // 64 * 64 or width)
+    wide = int((tile_mb or mb) * 2**18 / tall)
+    wide = max(1, min(wide // 64 * 64 or wide, len(weight)))
+    tile = hidden.new_empty(tall * wide, dtype=_work_dtype(hidden))
+    return _spans(len(hidden), tall), _spans(len(weight), wide), tile
 
 
-def _logits(h, W, dtype):
-    return _addmm(h.new_empty(len(h), len(W), dtype=dtype), h, W.t(), beta=0)
+def _logits(tile, h, W):
+    return _addmm(tile[: len(h) * len(W)].view(len(h), len(W)), h, W.t(), beta=0)
 
 
 def _addmm(out, a, b, beta=1):

@@ -165,7 +165,7 @@ def naive_head(hidden, weight, targets, upstream, temperature):
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("tile_mb", [None, 0.01])
 def test_fused_head_equals_float64(dtype, tile_mb):
-    """1,100 rows are three tiles tall; 0.01 MB is five of 1,003 columns wide."""
+    """1,100 rows are three tiles tall; 0.01 MB is five columns wide."""
     hidden, weight, targets, upstream = head(1100, 24, 1003, dtype)
     values = torch.stack(entropy.linear_token_stats(hidden, weight, targets, 0.7, tile_mb))
     grads = torch.autograd.grad((values * upstream).sum(), (hidden, weight))
@@ -202,7 +202,7 @@ def test_no_tensor_of_T_times_V_is_made():
     with Largest() as largest:
         logp, H = entropy.linear_token_stats(hidden, weight, targets)
         (logp + H).sum().backward()
-    assert weight.numel() <= largest.elements <= 2**19 < 512 * 20_000 / 12
+    assert weight.numel() <= largest.elements <= 2**18 < 512 * 20_000 / 12
 
 
 def test_tied_embeddings_get_both_gradients():
