@@ -7,7 +7,7 @@
     python bench/rollout.py --device cuda                          # 1.5 B shape, 256 slots, with and without graphs
 
 Useful are the tokens of the responses up to their EOS, drawn at temperature 1 without top_k or top_p. The contenders
-take turns, and the median of `--repeats` rounds counts. `generate` gets batches of `--slots` rows sorted by prompt length,
+take turns, and the median of `--repeats` rounds counts. `generate` gets batches of `--slots` rows by prompt length,
 `generate_batch` as many requests at a time and the fastest of a few cache layouts, found before the clock runs.
 Ours alone also records log-prob and entropy of each token. Peak memory is the process's, above what it held before.
 
