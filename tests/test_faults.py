@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from test_signals import AlgebraJudge, descendants
 from tiny_run import RuleJudge, assert_same_run, at, checkpoints, crash, rows, short_model, start, whole
-from transformers import Qwen2ForCausalLM
 
 import model as lm
 import r3
@@ -71,11 +70,6 @@ def infinite_gradient(sums, run, rows):
     return sums
 
 
-def nan_logits(output, *_):
-    output.logits = output.logits * math.nan
-    return output
-
-
 def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run_dir / "checkpoints" / f"step_{step:06d}" / "model.safetensors")
 
@@ -130,7 +124,8 @@ def test_weights_that_are_not_finite_are_never_saved(start, tmp_path, monkeypatc
 
 
 def test_sampling_from_logits_that_are_not_finite_names_the_query(start, tmp_path, monkeypatch, capsys):
-    spoil(monkeypatch, Qwen2ForCausalLM, "forward", [70], nan_logits)
+    draw = rollout.draw
+    spoil(monkeypatch, rollout, "draw", [70], lambda _, logits, *rest: draw(logits * math.nan, *rest))
     with pytest.raises(SystemExit) as end:
         start(tmp_path / "run", save_every=99, eval_data="")
     said = capsys.readouterr().err.splitlines()[-1]
