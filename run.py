@@ -79,6 +79,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     stack.push(lambda crash, *_: None if crash else ranks.stop())  # after a crash the others would be waited for
     signals = Signals(c.grace_seconds, ranks)
     stack.callback(signals.close)
+    runtime.keep_freed_memory(ranks.device)
     dtype = runtime.pick_dtype(c.dtype, ranks.device)
     folder = checkpoint.to_resume(c)
     fields = {"problem_field": c.problem_field, "answer_field": c.answer_field, "uid_field": c.uid_field}
