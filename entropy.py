@@ -1,4 +1,4 @@
-"""entropy.py: logits -> log-probability and entropy of each token, and the token itself while sampling.
+"""entropy.py: logits -> log-probability and entropy of each token, from full rows or from the hidden state.
 
 With z the logits over the temperature, m = max z, w = z - m <= 0:
     s = sum e^w,  a = sum e^w w          in one pass: when m grows by D, a <- e^-D (a - D s), then s <- e^-D s
@@ -7,10 +7,11 @@ With z the logits over the temperature, m = max z, w = z - m <= 0:
 
 The gradients need m, s and H alone:  d log p_y / dz_j = [j = y] - p_j,  d H / dz_j = -p_j (log p_j + H).
 Tiles k of the vocabulary join by the chain rule of entropy:  P_k = s_k e^(m_k - m) / s,  H = sum P_k (H_k - log P_k).
-So there are three functions of a tile, `stats`, `grad` and `sample`, each in torch and in Triton, and the rest is
-loops. Exponentials are taken in base 2, which is the fast one on GPUs and in torch's CPU code alike.
+So there are two functions of a tile, `stats` and `grad`, each in torch and in Triton, and the rest is loops.
+Exponentials are taken in base 2, which is the fast one on GPUs and in torch's CPU code alike. gumbel.py draws tokens
+in the same pass over a row.
 
-Letters: T tokens, V vocabulary, d width of the hidden state, B rows being sampled, y target, g_ upstream gradient.
+Letters: T tokens, V vocabulary, d width of the hidden state, y target, g_ upstream gradient.
 """
 
 from __future__ import annotations
@@ -31,28 +32,7 @@ except ModuleNotFoundError as error:  # an installed Triton that cannot be impor
 
 LOG2E, LN2 = math.log2(math.e), math.log(2.0)
 FINITE = -1e30  # in place of -inf: the probability is 0 just the same, and 0 * FINITE is not NaN
-UNIT = 0xFFFFFF * 2.0**-55  # makes 31 random bits a number in (0, 1): below 1 even where fp32 rounds them up
 BLOCK = 4096  # logits that a kernel takes at a time
-
-# ---------------------------------------------------------------- noise: the same code in torch and in Triton
-
-
-def _row_keys(seed, position):
-    """(seed, position), int64 -> two hashes whose low 32 bits are the keys of the row. Arithmetic wraps around."""
-    x = seed * 0x1E3779B97F4A7C15 + position * 0x5851F42D4C957F2D
-    x = (x ^ (x >> 32 & 0xFFFFFFFF)) * 0x2127599BF4325C37
-    x = (x ^ (x >> 29 & 0x7FFFFFFFF)) * 0x369DEA0F31A53F85
-    return x ^ (x >> 32 & 0xFFFFFFFF), (x >> 32) | 1
-
-
-def _bits(index, key, odd):
-    """31 random bits, the lowest one set, of the vocabulary `index` in the row with these keys; all int32."""
-    x = index * 0x297A2D39
-    x = (x ^ (x >> 15 & 0x1FFFF)) * 0x2C1B3C6D
-    x = (x ^ key) * odd
-    x = (x ^ (x >> 15 & 0x1FFFF)) * 0x2C1B3C6D
-    return x & 0x7FFFFFFF | 1
-
 
 # ---------------------------------------------------------------- reference: a tile in torch
 
@@ -61,7 +41,7 @@ def _work_dtype(x):
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _reduce(logits, temperature):
+def reduce_rows(logits, temperature):
     """logits [t, v] -> e^w [t, v]; the largest logit, log s and H [t]."""
     z = logits.to(_work_dtype(logits))
     top = z.amax(1)
@@ -79,7 +59,7 @@ def _at_target(y, v):
 
 def _stats_torch(logits, y, temperature):
     """logits [t, v], y [t] -> [4, t]: the largest logit, log s, H, and w_y or -inf where y is outside of [0, v)."""
-    _, top, log_s, H = _reduce(logits, temperature)
+    _, top, log_s, H = reduce_rows(logits, temperature)
     inside, column = _at_target(y, logits.shape[1])
     w_y = (logits.gather(1, column)[:, 0].to(top.dtype) - top) / temperature
     return torch.stack((top, log_s, H, torch.where(inside, w_y, -math.inf)))
@@ -96,32 +76,18 @@ def _grad_torch(logits, y, saved, g_logp, g_H, temperature, out):
     out.copy_(log_p.mul_(g * -LN2).sub_(g_y + g * H).mul_(p).scatter_add_(1, column, g_y * inside[:, None]))
 
 
-def _sample_torch(logits, temperature, seeds, positions):
-    """-> token, log-probability, H [B]. Gumbel-max is a race: the first of the exponential clocks E_j / p_j wins."""
-    e, _, log_s, H = _reduce(logits, temperature or 1.0)
-    if temperature > 0:
-        key, odd = (k.to(torch.int32)[:, None] for k in _row_keys(seeds, positions))
-        index = torch.arange(e.shape[1], dtype=torch.int32, device=e.device)
-        minus_E = _bits(index, key, odd).to(e.dtype).mul_(-UNIT).log1p_()  # exact for the small E that win
-        token = torch.div(e, minus_E, out=minus_E).argmin(1)
-    else:
-        token = logits.argmax(1)
-    return token, e.gather(1, token[:, None])[:, 0].log() - log_s, H
-
-
 # ---------------------------------------------------------------- kernels: a row is read once, in blocks
 
 if triton is not None:
-    _LOG2E, _LN2, _FINITE, _UNIT = (tl.constexpr(x) for x in (LOG2E, LN2, FINITE, UNIT))
-    _row_keys_kernel, _bits_kernel = triton.jit(_row_keys), triton.jit(_bits)
+    _LOG2E, _LN2, _FINITE = (tl.constexpr(x) for x in (LOG2E, LN2, FINITE))
 
     @triton.jit
-    def _load(row, columns, stride, V):
+    def load_block(row, columns, stride, V):
         z = tl.load(row + columns.to(tl.int64) * stride, mask=columns < V, other=-float("inf")).to(tl.float32)
         return tl.where(z == -float("inf"), _FINITE, z)  # keeps NaN, unlike a maximum
 
     @triton.jit
-    def _fold(z, top, s, a, scale):
+    def fold(z, top, s, a, scale):
         """A block of logits into the three numbers that a row carries along: the first line of the derivation."""
         grown = tl.maximum(top, tl.max(z, 0))
         w, D = (z - grown) * scale, (grown - top) * scale
@@ -136,7 +102,7 @@ if triton is not None:
         logits += row * stride
         top, s, a = tl.full((), _FINITE, tl.float32), tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
         for start in range(0, V, BLOCK):
-            top, s, a = _fold(_load(logits, start + tl.arange(0, BLOCK), column_stride, V), top, s, a, scale)
+            top, s, a = fold(load_block(logits, start + tl.arange(0, BLOCK), column_stride, V), top, s, a, scale)
         target = tl.load(y + row)
         inside = (target >= 0) & (target < V)
         z_y = tl.load(logits + target * column_stride, mask=inside, other=-float("inf")).to(tl.float32)
@@ -152,75 +118,43 @@ if triton is not None:
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64) // blocks
         columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-        w = (_load(logits + row * stride, columns, column_stride, V) - tl.load(top + row)) * scale
+        w = (load_block(logits + row * stride, columns, column_stride, V) - tl.load(top + row)) * scale
         log_p = w - tl.load(log_s + row) * _LOG2E
         g_y, g = tl.load(g_logp + row), tl.load(g_H + row)
         grad = tl.where(columns == tl.load(y + row), g_y, 0.0)
         grad -= tl.exp2(log_p) * (g_y + g * (log_p * _LN2 + tl.load(H + row)))
         tl.store(out + row * out_stride + columns, grad * (scale * _LN2), mask=columns < V)
 
-    @triton.jit
-    def _sample_kernel(
-        logits, seeds, positions, token, logp, H, V, scale, stride, column_stride,
-        GREEDY: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        logits += row * stride
-        key, odd = _row_keys_kernel(tl.load(seeds + row), tl.load(positions + row))
-        top, s, a = tl.full((), _FINITE, tl.float32), tl.full((), 0, tl.float32), tl.full((), 0, tl.float32)
-        best, winner = tl.full((BLOCK,), -float("inf"), tl.float32), tl.full((BLOCK,), 0, tl.int32)
-        for start in range(0, V, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            z = _load(logits, columns, column_stride, V)
-            top, s, a = _fold(z, top, s, a, scale)
-            if not GREEDY:
-                u = _bits_kernel(columns, key.to(tl.int32), odd.to(tl.int32)).to(tl.float32) * _UNIT
-                series = u * (1 + u * (0.5 + u * (1 / 3 + u * 0.25)))  # where 1 - u would lose its digits
-                z = z * scale - tl.log2(tl.where(u < 1 / 64, series, -tl.log(1 - u)))
-            winner = tl.where(z > best, columns, winner)
-            best = tl.maximum(best, z)
-        first = tl.min(tl.where(best == tl.max(best, 0), winner, V - 1), 0).to(tl.int64)
-        z_token = tl.load(logits + first * column_stride).to(tl.float32)
-        tl.store(token + row, first)
-        tl.store(logp + row, ((z_token - top) * scale - tl.log2(s)) * _LN2)
-        tl.store(H + row, (tl.log2(s) - a / s) * _LN2)
 
-
-def _launch(kernel, programs, logits, *args, **constants):
+def launch(kernel, programs, logits, *args, **constants):
     with torch.cuda.device_of(logits):
         kernel[(programs,)](logits, *args, *logits.stride(), **constants, BLOCK=BLOCK, num_warps=8)
 
 
 def _stats_triton(logits, y, temperature):
     (T, V), out = logits.shape, logits.new_empty(4, len(logits), dtype=torch.float32)
-    _launch(_stats_kernel, T, logits, y, out, T, V, LOG2E / temperature)
+    launch(_stats_kernel, T, logits, y, out, T, V, LOG2E / temperature)
     return out
 
 
 def _grad_triton(logits, y, saved, g_logp, g_H, temperature, out):
     (T, V), blocks = logits.shape, triton.cdiv(logits.shape[1], BLOCK)
     args = y, *saved, g_logp, g_H, out, out.stride(0), V, blocks, LOG2E / temperature
-    _launch(_grad_kernel, T * blocks, logits, *args)
-
-
-def _sample_triton(logits, temperature, seeds, positions):
-    (B, V), token = logits.shape, torch.empty_like(seeds)
-    logp, H = logits.new_empty(2, B, dtype=torch.float32)
-    args = seeds, positions, token, logp, H, V, LOG2E / (temperature or 1.0)
-    _launch(_sample_kernel, B, logits, *args, GREEDY=temperature == 0)
-    return token, logp, H
+    launch(_grad_kernel, T * blocks, logits, *args)
 
 
 # ---------------------------------------------------------------- dispatch on the tensor, and the loops over tiles
 
 
+def use_kernels(x: Tensor) -> bool:
+    return x.is_cuda and triton is not None and x.dtype != torch.float64
+
+
 def _tile_functions(x):
-    if x.is_cuda and triton is not None and x.dtype != torch.float64:
-        return _stats_triton, _grad_triton, _sample_triton
-    return _stats_torch, _grad_torch, _sample_torch
+    return (_stats_triton, _grad_triton) if use_kernels(x) else (_stats_torch, _grad_torch)
 
 
-def _rows(logits):
+def row_spans(logits):
     """All rows at once on a GPU; on a CPU as many as the cache holds, for the passes that the reference makes."""
     return _spans(len(logits), len(logits) if logits.is_cuda else 2**18 // logits.shape[1])
 
@@ -228,19 +162,6 @@ def _rows(logits):
 def _spans(n, step):
     step = max(step, 1)
     return [slice(i, min(i + step, n)) for i in range(0, max(n, 1), step)]
-
-
-def sample(logits: Tensor, temperature: float, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a token from softmax(logits / temperature) in each row, by Gumbel-max.
-
-    logits [B, V] (-inf where a token is excluded), seeds and positions [B] int64 -> (token [B] int64, its
-    log-probability [B] fp32, entropy [B] fp32, both in nats). The noise is a hash of (seed, position, vocabulary
-    index): the same whatever else is in the batch, on CPU and on CUDA. Temperature 0 takes the largest logit and
-    reports the distribution at 1. Not differentiable; nothing waits for the device, so CUDA graphs can hold it."""
-    logits, seeds, positions = logits.detach(), seeds.contiguous(), positions.contiguous()
-    draw = _tile_functions(logits)[2]
-    parts = [draw(logits[r], temperature, seeds[r], positions[r]) for r in _rows(logits)]
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
 
 
 def token_stats(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -254,7 +175,7 @@ class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, temperature):
         stats = _tile_functions(logits)[0]
-        parts = [stats(logits[r], targets[r], temperature) for r in _rows(logits)]
+        parts = [stats(logits[r], targets[r], temperature) for r in row_spans(logits)]
         top, log_s, H, w_y = saved = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         ctx.save_for_backward(logits, targets, saved[:3])
         ctx.temperature = temperature
@@ -266,7 +187,7 @@ class _TokenStats(torch.autograd.Function):
         logits, targets, saved = ctx.saved_tensors
         g_logp, g_H, grad = g_logp.contiguous(), g_H.contiguous(), _tile_functions(logits)[1]
         d_logits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        for r in _rows(logits):
+        for r in row_spans(logits):
             grad(logits[r], targets[r], saved[:, r], g_logp[r], g_H[r], ctx.temperature, d_logits[r])
         return d_logits, None, None
 
@@ -336,7 +257,11 @@ def _tiles(hidden, weight, tile_mb):
 
 
 def _logits(tile, h, W):
-    return _addmm(tile[: len(h) * len(W)].view(len(h), len(W)), h, W.t(), beta=0)
+    """h W^T [t, v]; for the reference the product is made as W h^T, a tenth faster on a CPU, and seen transposed."""
+    tile = tile[: len(h) * len(W)]
+    if use_kernels(h):  # they take whole rows
+        return _addmm(tile.view(len(h), len(W)), h, W.t(), beta=0)
+    return _addmm(tile.view(len(W), len(h)), W, h.t(), beta=0).t()
 
 
 def _addmm(out, a, b, beta=1):

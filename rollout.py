@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import entropy
+import gumbel
 from decoder import fastest_forward
 from errors import UserError
 from kvcache import SlotCache, attention_shape, free_bytes, slot_attention, slot_bytes
@@ -97,7 +97,7 @@ def draw(logits: Tensor, temperature: float, top_p: float, seeds: Tensor, positi
         mass = ordered.softmax(-1)
         cut = mass.cumsum(-1) - mass >= top_p  # what stands before the token has reached top_p already
         logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
-    return entropy.sample(logits, temperature, seeds, positions)
+    return gumbel.sample(logits, temperature, seeds, positions)
 
 
 # ---- the rows: who is where, and what was drawn (host only)

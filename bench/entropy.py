@@ -74,11 +74,12 @@ def naive(job: str) -> Callable:
 
 def ours(job: str) -> Callable:
     import entropy
+    import gumbel
 
     return {
         "head": lambda h, W, y: entropy.linear_token_stats(h, W, y, TEMPERATURE),
         "logits": lambda z, y: entropy.token_stats(z, y, TEMPERATURE),
-        "sample": lambda z, seeds, positions: entropy.sample(z, TEMPERATURE, seeds, positions),
+        "sample": lambda z, seeds, positions: gumbel.sample(z, TEMPERATURE, seeds, positions),
     }[job]
 
 

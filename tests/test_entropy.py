@@ -1,4 +1,4 @@
-"""Statistics and sampling of entropy.py, against float64 and by their distribution.
+"""Statistics of entropy.py and draws of gumbel.py, against float64 and by their distribution.
 
 Tests that take `device` run the Triton kernels: on a card where they are marked `gpu`, else in Triton's interpreter.
 Triton reads TRITON_INTERPRET when it is imported, and another test file may have imported it already. So the
@@ -11,13 +11,16 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import entropy
+import gumbel
 
+ROOT = Path(entropy.__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = ["cpu"] if INTERPRETED else [pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -28,8 +31,7 @@ TOLERANCES = {torch.float32: (1e-5, 1e-5), torch.float16: (1e-5, 1e-3), torch.bf
 @pytest.fixture(params=DEVICES)
 def device(request, monkeypatch):
     """Where the kernels run: CPU tensors, too, are sent to them."""
-    kernels = entropy._stats_triton, entropy._grad_triton, entropy._sample_triton
-    monkeypatch.setattr(entropy, "_tile_functions", lambda x: kernels)
+    monkeypatch.setattr(entropy, "use_kernels", lambda x: True)
     return request.param
 
 
@@ -237,7 +239,7 @@ def test_inputs_are_not_modified():
     before = [x.detach().clone() for x in (hidden, weight, logits)]
     entropy.linear_token_stats(hidden, weight, targets, 0.5)[1].sum().backward()
     entropy.token_stats(logits.requires_grad_(), targets, 0.5)[1].sum().backward()
-    entropy.sample(logits, 0.5, targets, targets)
+    gumbel.sample(logits, 0.5, targets, targets)
     assert all(torch.equal(a, b) for a, b in zip(before, (hidden, weight, logits), strict=True))
 
 
@@ -259,7 +261,7 @@ def chi_square_is_plausible(counts, p):
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.5])
 def test_draws_follow_the_distribution(temperature):
     logits, n = torch.randn(23, generator=torch.Generator().manual_seed(3)), 100_000
-    token, logp, H = entropy.sample(logits.expand(n, 23), temperature, *row(n))
+    token, logp, H = gumbel.sample(logits.expand(n, 23), temperature, *row(n))
     log_p = (logits.double() / temperature).log_softmax(0)
     assert chi_square_is_plausible(torch.bincount(token, minlength=23), log_p.exp())
     torch.testing.assert_close(logp.double(), log_p[token], atol=1e-6, rtol=0)
@@ -268,26 +270,26 @@ def test_draws_follow_the_distribution(temperature):
 
 def test_draws_from_a_large_flat_vocabulary_have_no_favourites():
     """The winner of 50,000 has a clock below 2^-15, where coarse noise would tie and the first index win."""
-    token = entropy.sample(torch.zeros(1, 50_000).expand(2000, -1), 1.0, *row(2000))[0]
+    token = gumbel.sample(torch.zeros(1, 50_000).expand(2000, -1), 1.0, *row(2000))[0]
     assert chi_square_is_plausible(torch.bincount(token // 2500, minlength=20), torch.full((20,), 1 / 20))
     assert token.unique().numel() > 1930  # 1,960 expected, 6 the standard deviation
 
 
 def test_rare_tokens_are_drawn_as_rarely_as_they_should():
     logits, n = torch.tensor([0.0, -7.0, -9.0]), 200_000
-    counts = torch.bincount(entropy.sample(logits.expand(n, 3), 1.0, *row(n))[0], minlength=3)
+    counts = torch.bincount(gumbel.sample(logits.expand(n, 3), 1.0, *row(n))[0], minlength=3)
     assert chi_square_is_plausible(counts, logits.double().softmax(0))
 
 
 def test_a_draw_depends_on_seed_and_position_alone():
     logits, (seeds, positions) = model_like(40, 900).flip(0), row(40)
-    token, logp, H = entropy.sample(logits, 1.0, seeds, positions)
+    token, logp, H = gumbel.sample(logits, 1.0, seeds, positions)
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))[:11]
-    again = entropy.sample(logits[order], 1.0, seeds[order], positions[order])
+    again = gumbel.sample(logits[order], 1.0, seeds[order], positions[order])
     for a, b in zip(again, (token, logp, H), strict=True):
         assert torch.equal(a, b[order])
-    assert not torch.equal(token, entropy.sample(logits, 1.0, seeds + 7, positions)[0])
-    assert not torch.equal(token, entropy.sample(logits, 1.0, seeds, positions + 7)[0])
+    assert not torch.equal(token, gumbel.sample(logits, 1.0, seeds + 7, positions)[0])
+    assert not torch.equal(token, gumbel.sample(logits, 1.0, seeds, positions + 7)[0])
 
 
 def wrapped(x, bits):
@@ -312,16 +314,16 @@ CASES = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (-1, 8191, 151_935), (2**63
 
 def test_the_noise_is_the_same_integers_everywhere():
     seeds, positions, index = torch.tensor(CASES).t()
-    key, odd = (k.to(torch.int32) for k in entropy._row_keys(seeds, positions))
-    assert entropy._bits(index.to(torch.int32), key, odd).tolist() == [noise_bits(*case) for case in CASES]
+    key, odd = (k.to(torch.int32) for k in gumbel._row_keys(seeds, positions))
+    assert gumbel._bits(index.to(torch.int32), key, odd).tolist() == [noise_bits(*case) for case in CASES]
     assert noise_bits(42, 7, 31_999) == 821_684_625
 
 
 def test_the_noise_is_uniform_and_neighbours_are_independent():
     seeds, positions = torch.arange(64) - 32, torch.arange(64)
-    keys = entropy._row_keys(seeds[:, None].expand(64, 64).reshape(-1), positions.repeat(64))
+    keys = gumbel._row_keys(seeds[:, None].expand(64, 64).reshape(-1), positions.repeat(64))
     key, odd = (k.to(torch.int32)[:, None] for k in keys)
-    u = entropy._bits(torch.arange(512, dtype=torch.int32), key, odd).view(64, 64, 512) * entropy.UNIT
+    u = gumbel._bits(torch.arange(512, dtype=torch.int32), key, odd).view(64, 64, 512) * gumbel.UNIT
     assert u.min() > 0 and u.max() < 1
     assert chi_square_is_plausible(torch.histc(u, 1000, 0, 1), torch.full((1000,), 1e-3))
     z = (u - 0.5) * 12**0.5  # mean 0, variance 1
@@ -335,7 +337,7 @@ def test_the_noise_is_uniform_and_neighbours_are_independent():
 def test_temperature_0_is_greedy_and_reports_temperature_1():
     logits = model_like(30, 700)
     logits[4, [50, 60]] = 100.0
-    token, logp, H = entropy.sample(logits, 0.0, *row(30))
+    token, logp, H = gumbel.sample(logits, 0.0, *row(30))
     assert torch.equal(token, logits.argmax(1)) and token[4] == 50
     torch.testing.assert_close(torch.stack((logp, H)), torch.stack(entropy.token_stats(logits, token)))
 
@@ -343,7 +345,7 @@ def test_temperature_0_is_greedy_and_reports_temperature_1():
 def test_excluded_tokens_are_never_drawn():
     logits = torch.zeros(5000, 300)
     logits[:, 3:] = -torch.inf
-    token, logp, H = entropy.sample(logits, 1.0, *row(5000))
+    token, logp, H = gumbel.sample(logits, 1.0, *row(5000))
     assert token.unique().tolist() == [0, 1, 2]
     torch.testing.assert_close(torch.stack((-logp, H)), torch.tensor(3.0).log().expand(2, 5000))
 
@@ -351,7 +353,7 @@ def test_excluded_tokens_are_never_drawn():
 def test_sampling_and_training_report_the_same_statistics():
     hidden, weight, _, _ = head(64, 16, 3000)
     logits = (hidden @ weight.t()).detach()
-    token, logp, H = entropy.sample(logits, 0.8, *row(64))
+    token, logp, H = gumbel.sample(logits, 0.8, *row(64))
     for found in (entropy.token_stats(logits, token, 0.8), entropy.linear_token_stats(hidden, weight, token, 0.8, 0.1)):
         torch.testing.assert_close(torch.stack(found), torch.stack((logp, H)), atol=3e-6, rtol=0)
 
@@ -418,8 +420,8 @@ def test_kernel_draws_what_the_reference_draws(device, temperature, V):
     logits[:, 2] = -torch.inf
     if V > 4096 + 8:  # equal logits in two blocks, at the same place and at an earlier one
         logits[0, [7, 4096 + 7]] = logits[1, [7, 4096 + 6]] = 50.0
-    expected = entropy._sample_torch(logits, temperature, seeds * 10**12, positions)
-    found = entropy.sample(logits.to(device), temperature, seeds.to(device) * 10**12, positions.to(device))
+    expected = gumbel._sample_torch(logits, temperature, seeds * 10**12, positions)
+    found = gumbel.sample(logits.to(device), temperature, seeds.to(device) * 10**12, positions.to(device))
     assert torch.equal(found[0].cpu(), expected[0])
     for a, b in zip(found[1:], expected[1:], strict=True):
         torch.testing.assert_close(a.cpu(), b, atol=1e-5, rtol=0)
@@ -429,13 +431,13 @@ def check_that_a_tiny_clock_keeps_its_digits(device):
     """Each row's smallest noise, about 1e-5, against one other at odds of 1 +- 0.001; 1 - u would be too coarse."""
     n, V, other = 6, 100_000, 3
     rows = torch.arange(n)
-    key, odd = (k.to(torch.int32)[:, None] for k in entropy._row_keys(rows, rows))
-    clock = -torch.log1p(-entropy._bits(torch.arange(V, dtype=torch.int32), key, odd).double() * entropy.UNIT)
+    key, odd = (k.to(torch.int32)[:, None] for k in gumbel._row_keys(rows, rows))
+    clock = -torch.log1p(-gumbel._bits(torch.arange(V, dtype=torch.int32), key, odd).double() * gumbel.UNIT)
     smallest, logits = clock.argmin(1), torch.full((n, V), -torch.inf)
     logits[rows, smallest] = 0.0
     for margin, winner in ((1e-3, torch.full((n,), other)), (-1e-3, smallest)):
         logits[:, other] = ((clock[:, other] / clock[rows, smallest]).log() + margin).float()
-        token = entropy.sample(logits.to(device), 1.0, rows.to(device), rows.to(device))[0]
+        token = gumbel.sample(logits.to(device), 1.0, rows.to(device), rows.to(device))[0]
         assert torch.equal(token.cpu(), winner)
 
 
@@ -454,11 +456,11 @@ def test_kernel_grids_have_one_axis(device, monkeypatch):
     targets = torch.ones(T, dtype=torch.int64, device=device)
     if device == "cpu":
         record = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *a, **k: grids.append(grid)})()
-        for name in ("_stats_kernel", "_grad_kernel", "_sample_kernel"):
-            monkeypatch.setattr(entropy, name, record)
+        for module, name in ((entropy, "_stats_kernel"), (entropy, "_grad_kernel"), (gumbel, "_sample_kernel")):
+            monkeypatch.setattr(module, name, record)
     logp, H = entropy.token_stats(logits, targets)
     (logp + H).sum().backward()
-    token, _, _ = entropy.sample(logits, 1.0, targets, targets)
+    token, _, _ = gumbel.sample(logits, 1.0, targets, targets)
     if device == "cpu":
         assert grids == [(T,)] * 3
     else:
@@ -477,16 +479,16 @@ def test_more_than_2_to_the_31_logits():
     assert logp[-1] > -1e-3 and logp[0].item() == pytest.approx(-11.783502, abs=1e-4)
     (grad,) = torch.autograd.grad(logp.sum(), logits)
     assert grad[-1, 5].abs() < 1e-3 and grad[-2, 5].item() == pytest.approx(1, abs=1e-2)
-    assert entropy.sample(logits, 0.0, targets, targets)[0][-1] == 5
+    assert gumbel.sample(logits, 0.0, targets, targets)[0][-1] == 5
 
 
 @pytest.mark.gpu
 def test_sampling_is_captured_in_a_cuda_graph():
     logits, (seeds, positions) = model_like(16, 5003).cuda(), (x.cuda() for x in row(16))
-    expected = entropy.sample(logits, 0.7, seeds, positions)
+    expected = gumbel.sample(logits, 0.7, seeds, positions)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = entropy.sample(logits, 0.7, seeds, positions)
+        found = gumbel.sample(logits, 0.7, seeds, positions)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -494,20 +496,24 @@ def test_sampling_is_captured_in_a_cuda_graph():
 # ---------------------------------------------------------------- Triton missing, Triton broken
 
 
-def import_another(monkeypatch, triton):
-    monkeypatch.setitem(sys.modules, "triton", triton)
-    spec = importlib.util.spec_from_file_location("another_entropy", entropy.__file__)
+def import_another(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def test_works_without_triton(monkeypatch):
-    without = import_another(monkeypatch, None)  # None in sys.modules: "not found"
+    monkeypatch.setitem(sys.modules, "triton", None)  # "not found"
+    monkeypatch.setitem(sys.modules, "entropy", without := import_another("entropy"))
+    draws = import_another("gumbel")
     logits, targets = model_like(4, 50), torch.arange(4)
     assert without.triton is None
-    for name, args in (("token_stats", (targets,)), ("sample", (1.0, targets, targets))):
-        found, expected = (getattr(module, name)(logits, *args) for module in (without, entropy))
+    pairs = (
+        (without.token_stats(logits, targets), entropy.token_stats(logits, targets)),
+        (draws.sample(logits, 1.0, targets, targets), gumbel.sample(logits, 1.0, targets, targets)),
+    )
+    for found, expected in pairs:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -517,5 +523,4 @@ def test_a_broken_triton_is_not_taken_for_a_missing_one(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
     with pytest.raises(ModuleNotFoundError, match="no_such_driver_library"):
-        spec = importlib.util.spec_from_file_location("another_entropy", entropy.__file__)
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        import_another("entropy")
