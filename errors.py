@@ -23,9 +23,12 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def exit_cleanly() -> Iterator[None]:
-    """Around a `main`: a UserError becomes `error: ...` on stderr and exit code 2, whatever else passes through."""
+    """Around a `main`: a UserError becomes `error: ...` on stderr and exit code 2, Ctrl-C exit code 130 without a
+    traceback; whatever else passes through."""
     try:
         yield
     except UserError as error:
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 import model as lm
 from errors import UserError, exit_cleanly
+from gumbel import stream
 from problems import Problem, load
-from rollout import Sample, Sampler, stream
+from rollout import Sample, Sampler
 from runtime import pick_device, pick_dtype, write_atomically
 from verify import Judge
 

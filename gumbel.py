@@ -9,6 +9,8 @@ Letters: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -91,14 +93,33 @@ def _sample_triton(logits, temperature, seeds, positions):
     return token, logp, H
 
 
-def sample(logits: Tensor, temperature: float, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a token from softmax(logits / temperature) in each row, by Gumbel-max.
+def sample(
+    logits: Tensor, temperature: float, seeds: Tensor, positions: Tensor, top_p: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw a token from softmax(logits / temperature) in each row.
 
     logits [B, V] (-inf where a token is excluded), seeds and positions [B] int64 -> (token [B] int64, its
     log-probability [B] fp32, entropy [B] fp32, both in nats). The noise is a hash of (seed, position, vocabulary
     index): the same whatever else is in the batch, on CPU and on CUDA. Temperature 0 takes the largest logit and
-    reports the distribution at 1. Not differentiable; nothing waits for the device, so CUDA graphs can hold it."""
+    reports the distribution at 1. With top_p < 1 all three are of the distribution that is left after the cut.
+    Not differentiable; nothing waits for the device, so CUDA graphs can hold it."""
     logits, seeds, positions = logits.detach(), seeds.contiguous(), positions.contiguous()
+    if top_p < 1.0:
+        logits = _nucleus(logits, temperature, top_p)
     draw = _sample_triton if entropy.use_kernels(logits) else _sample_torch
     parts = [draw(logits[r], temperature, seeds[r], positions[r]) for r in row_spans(logits)]
     return parts[0] if len(parts) == 1 else tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def _nucleus(logits, temperature, top_p):
+    """-inf for all but the likeliest tokens, as few as hold top_p of the probability together."""
+    ordered, order = (logits.float() / (temperature or 1.0)).sort(dim=-1, descending=True)
+    mass = ordered.softmax(-1)
+    cut = mass.cumsum(-1) - mass >= top_p  # what stands before the token has reached top_p already
+    return logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
+
+
+def stream(*key: int) -> int:
+    """A 63-bit seed from a key of integers, the same on every machine: a random stream for each request."""
+    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

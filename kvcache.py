@@ -114,6 +114,31 @@ def slot_attention(model) -> Iterator[None]:
         model.train(training)
 
 
+# ---- which rows attend together
+
+
+def round_up(number: int, smallest: int, largest: int) -> int:
+    """The first of smallest, 2 smallest, 4 smallest, ... that is not below `number`, and `largest` at most."""
+    size = smallest
+    while size < number:
+        size *= 2
+    return min(size, largest)
+
+
+def segment_ends(B: int) -> list[int]:
+    """Where the segments of B rows end: the longest eighth, the rest of the longest quarter, of the half, of all."""
+    return [B // 8, B // 4, B // 2, B] if B >= 16 else [B]
+
+
+def misplaced(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(places, sources): the fewest moves after which no row is longer than one of a segment before it."""
+    segment = np.searchsorted(segment_ends(len(lengths)), np.arange(len(lengths)), side="right")
+    wanted = np.empty_like(segment)
+    wanted[np.argsort(-lengths, kind="stable")] = segment
+    places = np.flatnonzero(wanted != segment)
+    return places, places[np.argsort(wanted[places], kind="stable")]
+
+
 # ---- the cache
 
 

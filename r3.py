@@ -46,9 +46,9 @@ import model as lm
 import runtime
 import settings
 from errors import UserError, exit_cleanly
+from gumbel import stream
 from problems import Problem
 from replay import PLAIN, REFLECTION, Attempt, ReplayBuffer
-from rollout import stream
 from run import Run, evaluate, evaluation_due, log_step, print_result, save, set_up
 from runtime import Ranks
 from settings import choice, knob

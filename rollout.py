@@ -26,7 +26,6 @@ Left out: beams, prefixes shared between prompts, a cache larger than the memory
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
 from collections import deque
@@ -40,7 +39,16 @@ from torch import Tensor
 import gumbel
 from decoder import fastest_forward
 from errors import UserError
-from kvcache import SlotCache, attention_shape, free_bytes, slot_attention, slot_bytes
+from kvcache import (
+    SlotCache,
+    attention_shape,
+    free_bytes,
+    misplaced,
+    round_up,
+    segment_ends,
+    slot_attention,
+    slot_bytes,
+)
 
 SORT_EVERY = 16  # steps between two sorts of the rows by length
 PREFILL_TOKENS = 16384  # in one prefill, unless one prompt is longer
@@ -72,57 +80,16 @@ class Request:
     budget: int  # response tokens
 
 
-# ---- drawing: a random stream of its own for each request
-
-
-def stream(*key: int) -> int:
-    """A 63-bit seed from a key of integers, the same on every machine."""
-    digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 def prompt_seeds(seed: int | Sequence[int], prompts: int) -> list[int]:
     """One seed a prompt: given, or derived from one seed and the prompt's index."""
     if isinstance(seed, int):
-        return [stream(seed, index) for index in range(prompts)]
+        return [gumbel.stream(seed, index) for index in range(prompts)]
     if len(seed) != prompts:
         raise UserError(f"seed: found {len(seed)} seeds for {prompts} prompts, allowed: one, or one a prompt")
     return [int(value) for value in seed]
 
 
-def draw(logits: Tensor, temperature: float, top_p: float, seeds: Tensor, positions: Tensor):
-    """(token, log-prob, entropy), each (B,), of logits (B, V). With top_p < 1 all are of the cut distribution."""
-    if top_p < 1.0:
-        ordered, order = (logits.float() / (temperature or 1.0)).sort(dim=-1, descending=True)
-        mass = ordered.softmax(-1)
-        cut = mass.cumsum(-1) - mass >= top_p  # what stands before the token has reached top_p already
-        logits = logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
-    return gumbel.sample(logits, temperature, seeds, positions)
-
-
 # ---- the rows: who is where, and what was drawn (host only)
-
-
-def round_up(number: int, smallest: int, largest: int) -> int:
-    """The first of smallest, 2 smallest, 4 smallest, ... that is not below `number`, and `largest` at most."""
-    size = smallest
-    while size < number:
-        size *= 2
-    return min(size, largest)
-
-
-def segment_ends(B: int) -> list[int]:
-    """Where the segments of B rows end: the longest eighth, the rest of the longest quarter, of the half, of all."""
-    return [B // 8, B // 4, B // 2, B] if B >= 16 else [B]
-
-
-def misplaced(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(places, sources): the fewest moves after which no row is longer than one of a segment before it."""
-    segment = np.searchsorted(segment_ends(len(lengths)), np.arange(len(lengths)), side="right")
-    wanted = np.empty_like(segment)
-    wanted[np.argsort(-lengths, kind="stable")] = segment
-    places = np.flatnonzero(wanted != segment)
-    return places, places[np.argsort(wanted[places], kind="stable")]
 
 
 class Rows:
@@ -291,7 +258,7 @@ class Sampler:
             if not 1 <= len(ids) <= most:
                 raise UserError(f"prompt {index}: found {len(ids)} tokens, allowed: 1 to {most} (max_len - 1)")
             prompt, budget = Prompt(index, tuple(ids)), min(max_new_tokens, self.max_len - len(ids))
-            waiting += [Request(prompt, j, stream(own_seed, j), budget) for j in range(n)]
+            waiting += [Request(prompt, j, gumbel.stream(own_seed, j), budget) for j in range(n)]
         return waiting
 
     def _allocate(self) -> None:
@@ -350,7 +317,7 @@ class Sampler:
         """One token for each of rows 0..B-1, from the state on the device and back into it -> (3, B) fp64."""
         token, length, seed, position = self.state[:, :B]
         self.cache.begin_step(length, segments)
-        drawn = draw(self.forward(token, length, self.cache, 0), temperature, top_p, seed, position)
+        drawn = gumbel.sample(self.forward(token, length, self.cache, 0), temperature, seed, position, top_p)
         token.copy_(drawn[0])
         length.add_(1).clamp_(max=self.max_len - 1)  # a row past its end stays inside the cache
         position.add_(1)
@@ -390,10 +357,10 @@ def naive_generate(
         while len(drawn) < max_new_tokens and (not drawn or drawn[-1][0] not in eos_ids):
             logits = model(torch.tensor([ids], device=model.device)).logits[:, -1]
             place = torch.tensor([[seed], [len(drawn)]], device=model.device)
-            drawn.append([x.item() for x in draw(logits, temperature, top_p, *place)])
+            drawn.append([x.item() for x in gumbel.sample(logits, temperature, *place, top_p)])
             ids.append(drawn[-1][0])
         response, *stats = zip(*drawn, strict=True)
         return Sample(tuple(prompt), response, *np.array(stats, dtype=np.float32), response[-1] in eos_ids)
 
     seeds = prompt_seeds(seed, len(prompts))
-    return [[respond(p, stream(s, j)) for j in range(n)] for p, s in zip(prompts, seeds, strict=True)]
+    return [[respond(p, gumbel.stream(s, j)) for j in range(n)] for p, s in zip(prompts, seeds, strict=True)]

@@ -368,3 +368,10 @@ def test_program():
     done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: model 'data/modle': no such folder") and done.stderr.count("\n") == 1
+
+
+def test_ctrl_c_is_no_traceback():
+    """eval.py, plot.py and verify.py; of r3.py, which saves first, see test_signals.py."""
+    code = "import errors\nwith errors.exit_cleanly():\n    raise KeyboardInterrupt"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from test_signals import AlgebraJudge, descendants
 from tiny_run import RuleJudge, assert_same_run, at, checkpoints, crash, rows, short_model, start, whole
 
+import gumbel
 import model as lm
 import r3
 import rollout
@@ -124,8 +125,8 @@ def test_weights_that_are_not_finite_are_never_saved(start, tmp_path, monkeypatc
 
 
 def test_sampling_from_logits_that_are_not_finite_names_the_query(start, tmp_path, monkeypatch, capsys):
-    draw = rollout.draw
-    spoil(monkeypatch, rollout, "draw", [70], lambda _, logits, *rest: draw(logits * math.nan, *rest))
+    draw = gumbel.sample
+    spoil(monkeypatch, gumbel, "sample", [70], lambda _, logits, *rest: draw(logits * math.nan, *rest))
     with pytest.raises(SystemExit) as end:
         start(tmp_path / "run", save_every=99, eval_data="")
     said = capsys.readouterr().err.splitlines()[-1]

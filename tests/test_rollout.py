@@ -15,11 +15,13 @@ from transformers import (
     Qwen3Config,
 )
 
+import gumbel
 import kvcache
 import rollout
 from entropy import token_stats
 from errors import UserError
-from rollout import Prompt, Request, Rows, Sampler, naive_generate, stream
+from gumbel import stream
+from rollout import Prompt, Request, Rows, Sampler, naive_generate
 
 SMALL = {
     "vocab_size": 60,
@@ -105,7 +107,7 @@ def test_top_p_draws_from_the_smallest_set_that_holds_the_mass(model):
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])  # probabilities 0.09, 0.64, 0.24, 0.03
     seeds, zero = torch.arange(200), torch.zeros(200, dtype=torch.long)
     for top_p, allowed in ((0.6, {1}), (0.7, {1, 2}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
-        tokens, logprobs, _ = rollout.draw(logits.expand(200, 4), 1.0, top_p, seeds, zero)
+        tokens, logprobs, _ = gumbel.sample(logits.expand(200, 4), 1.0, seeds, zero, top_p)
         assert set(tokens.tolist()) == allowed
         mass = sum(logits.softmax(-1)[0, token].item() for token in allowed)
         np.testing.assert_allclose(logprobs.exp(), logits.softmax(-1)[0][tokens] / mass, rtol=1e-5)
@@ -361,22 +363,22 @@ def test_logits_that_are_not_finite_stop_with_the_request_s_name(poison):
 
 
 def test_round_up_takes_few_sizes_and_stays_below_the_largest():
-    assert [rollout.round_up(x, 1, 48) for x in (1, 2, 3, 5, 32, 33, 48)] == [1, 2, 4, 8, 32, 48, 48]
-    assert rollout.round_up(1000, 256, 700) == 700
+    assert [kvcache.round_up(x, 1, 48) for x in (1, 2, 3, 5, 32, 33, 48)] == [1, 2, 4, 8, 32, 48, 48]
+    assert kvcache.round_up(1000, 256, 700) == 700
 
 
 def test_moving_the_misplaced_rows_sorts_the_segments_and_no_row_gets_lost():
     rng = np.random.default_rng(0)
     for B in (1, 5, 16, 17, 40, 64):
         lengths = rng.integers(1, 300, size=B)
-        places, sources = rollout.misplaced(lengths)
+        places, sources = kvcache.misplaced(lengths)
         moved = lengths.copy()
         moved[places] = lengths[sources]
         assert sorted(moved) == sorted(lengths)
-        starts = [0, *rollout.segment_ends(B)]
+        starts = [0, *kvcache.segment_ends(B)]
         parts = [moved[a:b] for a, b in zip(starts, starts[1:], strict=False)]
         assert all(a.min() >= b.max() for a, b in zip(parts, parts[1:], strict=False))
-        assert len(rollout.misplaced(moved)[0]) == 0
+        assert len(kvcache.misplaced(moved)[0]) == 0
 
 
 def test_gaps_are_closed_from_the_end_and_records_stay_with_their_rows():
