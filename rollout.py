@@ -26,10 +26,11 @@ Left out: beams, prefixes shared between prompts, a cache larger than the memory
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -233,8 +234,7 @@ class Sampler:
         waiting = self._requests(prompts, n, max_new_tokens, seed)
         results: list[list[Sample]] = [[None] * n for _ in prompts]
         rows = Rows(self.slots, max_new_tokens, self.is_eos)
-        with slot_attention(self.model):
-            self._allocate()
+        with slot_attention(self.model), self._ready():
             for step in itertools.count():
                 self._admit(waiting, rows)
                 self._move(rows, *rows.gaps())
@@ -261,11 +261,17 @@ class Sampler:
             waiting += [Request(prompt, j, gumbel.stream(own_seed, j), budget) for j in range(n)]
         return waiting
 
-    def _allocate(self) -> None:
+    @contextlib.contextmanager
+    def _ready(self) -> Iterator[None]:
         if self.cache is None:
             self.cache = SlotCache(self.shape, self.slots, self.max_len, self.model.dtype, self.device)
             self.state = torch.zeros(4, self.slots, dtype=torch.long, device=self.device)
             self.forward = fastest_forward(self.model, self.max_len, self.cache)
+        self.forward.pack(self.slots)
+        try:
+            yield
+        finally:
+            self.forward.unpack()
 
     def _admit(self, waiting: deque[Request], rows: Rows) -> None:
         for row in np.flatnonzero(~rows.in_use)[: len(waiting)]:
