@@ -1,15 +1,18 @@
 """decoder.py: the forward of a Llama-like model in few operations, on the model's own weights.
 
 A step of a model of 1 M parameters spends most of its time between the operations: modules in modules, decorators,
-norms of six operations. Here a layer is about twenty operations. A step of a model of 100 M spends it on products of
-few rows with large weights; on a CPU those are packed for oneDNN, which takes half the time. It serves sampling in
-fp32, with the models whose logits it is seen to repeat (Llama, Mistral, Qwen2, Qwen3); every other model samples
+norms of six operations. Here a layer is about fifteen operations. A step of a model of 100 M spends it on products of
+few rows with large weights; those are packed for oneDNN, which takes half the time. It serves sampling in fp32 on a
+CPU, with the models whose logits it is seen to repeat (Llama, Mistral, Qwen2, Qwen3); every other model samples
 through its own forward.
 
 Letters: T packed tokens, d width, H query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +53,7 @@ def fastest_forward(model, max_len: int, cache: SlotCache) -> Forward:
     tokens = torch.arange(min(6, max_len), device=model.device)
     cache.begin_prefill([len(tokens)])
     want, got = (forward(tokens, tokens, cache, 0) for forward in (own, lean))
+    lean.unpack()
     return lean if (got - want).abs().max() <= 1e-4 * want.abs().max() else own
 
 
@@ -57,6 +61,7 @@ def _looks_like_llama(model) -> bool:
     base = model.base_model._modules
     return (
         model.dtype == torch.float32
+        and model.device.type == "cpu"
         and {"embed_tokens", "layers", "norm", "rotary_emb"} == set(base)
         and isinstance(model.get_output_embeddings(), nn.Linear)
         and all(
@@ -69,50 +74,56 @@ def _looks_like_llama(model) -> bool:
 
 
 class LeanForward(Forward):
-    """Holds the angles of all positions, and from `pack` to `unpack` a copy of the large matrices."""
+    """Holds the angles of all positions, and from `pack` to `unpack`, where alone it can be called, copied weights."""
 
     def __init__(self, model, max_len: int):
-        self.base, self.head, self.packed = model.base_model, model.get_output_embeddings(), {}
-        self.large = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.numel() >= PACKED_FROM]
+        self.base, self.head, self.layers = model.base_model, model.get_output_embeddings(), []
         places = torch.arange(max_len, device=model.device)[None]
         cos, sin = self.base.rotary_emb(self.base.embed_tokens.weight, places)  # (1, max_len, D)
         first, second = sin[0].chunk(2, dim=-1)
         self.angles = torch.stack((cos[0], torch.cat((-first, second), dim=-1)))  # for x * cos + roll(x, D/2) * sin
 
+    def pack(self, rows: int) -> None:
+        for layer in self.base.layers:
+            a, m = layer.self_attn, layer.mlp
+            side_by_side = [(a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (m.gate_proj, m.up_proj), (m.down_proj,)]
+            self.layers.append((layer, *(_product(rows, *linears) for linears in side_by_side)))
+        self.to_logits = _product(rows, self.head)
+
+    def unpack(self) -> None:
+        self.layers, self.to_logits = [], None
+
     def __call__(self, tokens: Tensor, positions: Tensor, cache: SlotCache, keep: int = 0) -> Tensor:
         angles = self.angles[:, positions, None]  # (2, T, 1, D)
         x = F.embedding(tokens, self.base.embed_tokens.weight)  # (T, d)
-        for layer in self.base.layers:
-            x = x + self._attention(layer.self_attn, _normed(x, layer.input_layernorm), angles, cache)
-            x = x + self._mlp(layer.mlp, _normed(x, layer.post_attention_layernorm))
-        return self._linear(self.head, _normed(x[-keep:], self.base.norm))
-
-    def pack(self, rows: int) -> None:
-        """Copies the large weights in oneDNN's order."""
-        if self.base.device.type == "cpu" and torch.backends.mkldnn.is_available():
-            self.packed = {m: torch.ops.mkldnn._reorder_linear_weight(m.weight, rows) for m in self.large}
-
-    def unpack(self) -> None:
-        self.packed = {}
-
-    def _linear(self, m: nn.Module, x: Tensor) -> Tensor:
-        if (weight := self.packed.get(m)) is None:
-            return m(x)
-        return torch.ops.mkldnn._linear_pointwise(x, weight, m.bias, "none", [], "")
-
-    def _attention(self, a: nn.Module, x: Tensor, angles: Tensor, cache: SlotCache) -> Tensor:
-        T, D = len(x), a.head_dim
-        q, k, v = (self._linear(project, x).view(T, -1, D) for project in (a.q_proj, a.k_proj, a.v_proj))
-        if hasattr(a, "q_norm"):
-            q, k = _normed(q, a.q_norm), _normed(k, a.k_norm)
-        both = torch.cat((q, k), dim=1)
-        both = torch.addcmul(both * angles[0], both.roll(D // 2, -1), angles[1])  # rotated
-        q, k = both.split((q.shape[1], k.shape[1]), dim=1)
-        return self._linear(a.o_proj, cache.attend(a.layer_idx, q, k, v, a.scaling).reshape(T, -1))
-
-    def _mlp(self, m: nn.Module, x: Tensor) -> Tensor:
-        return self._linear(m.down_proj, m.act_fn(self._linear(m.gate_proj, x)) * self._linear(m.up_proj, x))
+        for layer, qkv, out, gate_up, down in self.layers:
+            x = x + out(_attention(layer.self_attn, qkv(_normed(x, layer.input_layernorm)), angles, cache))
+            gate, up = gate_up(_normed(x, layer.post_attention_layernorm)).chunk(2, dim=-1)
+            x = x + down(layer.mlp.act_fn(gate) * up)
+        return self.to_logits(_normed(x[-keep:], self.base.norm))
 
 
 def _normed(x: Tensor, norm: nn.Module) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+
+
+def _attention(a: nn.Module, qkv: Tensor, angles: Tensor, cache: SlotCache) -> Tensor:
+    """qkv (T, (H + 2K) D) -> (T, H D)."""
+    T, D, K = len(qkv), a.head_dim, a.k_proj.out_features // a.head_dim
+    both, v = qkv.view(T, -1, D).tensor_split((-K,), dim=1)  # queries and keys are rotated together
+    if hasattr(a, "q_norm"):
+        both = torch.cat((_normed(both[:, :-K], a.q_norm), _normed(both[:, -K:], a.k_norm)), dim=1)
+    both = torch.addcmul(both * angles[0], both.roll(D // 2, -1), angles[1])
+    return cache.attend(a.layer_idx, both[:, :-K], both[:, -K:], v, a.scaling).reshape(T, -1)
+
+
+def _product(rows: int, *linears: nn.Linear) -> Callable[[Tensor], Tensor]:
+    """x -> the outputs of these layers side by side, as one product."""
+    weight, bias = linears[0].weight, linears[0].bias
+    if len(linears) > 1:
+        weight = torch.cat([linear.weight for linear in linears])
+        bias = None if bias is None else torch.cat([linear.bias for linear in linears])
+    if weight.numel() < PACKED_FROM or not torch.backends.mkldnn.is_available():
+        return partial(F.linear, weight=weight, bias=bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")

@@ -98,9 +98,9 @@ def test_packed_weights_equal_naive_before_and_after_a_change_of_the_weights(fam
     sampler, packed = Sampler(model, EOS, slots=5, max_len=40), set()
     for seed in (3, 4):
         options = {"n": 3, "max_new_tokens": 24, "seed": seed}
-        got = sampler.generate(PROMPTS, **options, on_finished=lambda *_: packed.add(len(sampler.forward.packed)))
+        got = sampler.generate(PROMPTS, **options, on_finished=lambda *_: packed.add(len(sampler.forward.layers)))
         assert_same(got, naive_generate(model, PROMPTS, EOS, **options))
-        assert packed == {2 * 7 + 1} and not sampler.forward.packed
+        assert packed == {SMALL["num_hidden_layers"]} and not sampler.forward.layers
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
