@@ -121,8 +121,9 @@ def _product(rows: int, *linears: nn.Linear) -> Callable[[Tensor], Tensor]:
     """x -> the outputs of these layers side by side, as one product."""
     weight, bias = linears[0].weight, linears[0].bias
     if len(linears) > 1:
-        weight = torch.cat([linear.weight for linear in linears])
-        bias = None if bias is None else torch.cat([linear.bias for linear in linears])
+        weight = torch.cat([m.weight for m in linears])
+        biases = [weight.new_zeros(len(m.weight)) if m.bias is None else m.bias for m in linears]
+        bias = torch.cat(biases) if any(m.bias is not None for m in linears) else None
     if weight.numel() < PACKED_FROM or not torch.backends.mkldnn.is_available():
         return partial(F.linear, weight=weight, bias=bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)

@@ -181,7 +181,7 @@ class Sampler:
         self.is_eos[sorted(eos_ids)] = True
         self.shape = attention_shape(model, max_len)
         self.slots = self._fit(slots)
-        self.cache, self.graphs = None, {}
+        self.cache, self.graphs, self.load_seconds = None, {}, 0.0
         self.tokens = self.row_steps = 0  # handed out, and rows computed for them, in all calls so far
 
     def _fit(self, slots: int | None) -> int:
@@ -208,7 +208,10 @@ class Sampler:
             source = policy.state_dict()
             for name, own in self.model.state_dict().items():
                 own.copy_(source[name])
-        return time.perf_counter() - start
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        self.load_seconds = time.perf_counter() - start
+        return self.load_seconds
 
     def release(self) -> None:
         """Gives the cache's memory back until the next call."""
@@ -267,8 +270,8 @@ class Sampler:
             self.cache = SlotCache(self.shape, self.slots, self.max_len, self.model.dtype, self.device)
             self.state = torch.zeros(4, self.slots, dtype=torch.long, device=self.device)
             self.forward = fastest_forward(self.model, self.max_len, self.cache)
-        self.forward.pack(self.slots)
         try:
+            self.forward.pack(self.slots)
             yield
         finally:
             self.forward.unpack()

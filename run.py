@@ -182,6 +182,7 @@ def log_step(run: Run, bar, epoch: int, groups, sampled, learning, seconds: tupl
         "reflected": (len(kinds[REFLECTION]), once),
         "ranked": (sum(g.ranked for g in groups), once),
         **learning,
+        "seconds_load": (run.sampler.load_seconds, 1),
         "seconds_rollout": (seconds[0], 1),
         "seconds_update": (seconds[1], 1),
         "tokens_per_second": (sum(len(a.response_ids) for g in sampled for a in g.attempts) / sum(seconds), once),

@@ -21,7 +21,7 @@ from replay import ReplayBuffer
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-TIMED = {"seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb"}
+TIMED = {"seconds_load", "seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb"}
 
 
 class ParityJudge:
