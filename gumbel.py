@@ -42,6 +42,9 @@ def _bits(index, key, odd):
     return x & 0x7FFFFFFF | 1
 
 
+# ---------------------------------------------------------------- reference
+
+
 def _sample_torch(logits, temperature, seeds, positions):
     """-> token, log-probability, H [B]."""
     e, _, log_s, H = reduce_rows(logits, temperature or 1.0)
@@ -54,6 +57,8 @@ def _sample_torch(logits, temperature, seeds, positions):
         token = logits.argmax(1)
     return token, e.gather(1, token[:, None])[:, 0].log() - log_s, H
 
+
+# ---------------------------------------------------------------- kernel: a row is read once, in blocks
 
 if triton is not None:
     _UNIT, _row_keys_kernel, _bits_kernel = tl.constexpr(UNIT), triton.jit(_row_keys), triton.jit(_bits)
@@ -91,6 +96,9 @@ def _sample_triton(logits, temperature, seeds, positions):
     args = seeds, positions, token, logp, H, V, LOG2E / (temperature or 1.0)
     launch(_sample_kernel, B, logits, *args, GREEDY=temperature == 0)
     return token, logp, H
+
+
+# ---------------------------------------------------------------- dispatch on the tensor
 
 
 def sample(
