@@ -2,23 +2,25 @@
 
     python eval.py --model DIR --data FILE.jsonl --n 16 --k 1 16 --max-new-tokens 32768 --out answers.jsonl
 
-Writes one JSON line an answer to --out (uid, correct, tokens, finished, response) and prints the figures. A truncated
-answer is wrong. Left out: majority voting, code execution, several GPUs (start one process a benchmark).
+Writes one JSON line an answer to --out (uid, sample, correct, tokens, finished, response) and prints the figures. Until
+then answers are kept in FILE.partial as they end, and the same command goes on from there. A truncated answer is wrong.
+Left out: majority voting, code execution, several GPUs (start one process a benchmark).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import re
 import sys
 import time
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -27,7 +29,7 @@ from errors import UserError, exit_cleanly
 from gumbel import stream
 from problems import Problem, load
 from rollout import Sample, Sampler
-from runtime import pick_device, pick_dtype, write_atomically
+from runtime import append, json_line, pick_device, pick_dtype, read_jsonl, write_atomically
 from verify import Judge
 
 
@@ -47,23 +49,29 @@ def sample_and_grade(
     decode: Callable[[Sequence[int]], str],
     prompts: Sequence[list[int]],
     problems: Sequence[Problem],
-    on_finished: Callable[[Sample], None] = lambda sample: None,
+    on_finished: Callable[[int, int, Sample], None] = lambda *_: None,
+    known: Mapping[tuple[int, int], Sample] | None = None,
     **generate,
 ) -> list[list[tuple[Sample, bool]]]:
     """n responses to each prompt and the verdict on each, graded while the others are still being sampled.
 
-    problems[i] has the reference answer of prompts[i]; `generate` goes to Sampler.generate. A response without an end
-    of sequence is never correct, whatever it boxed on the way (SPEC section 2).
+    problems[i] has the reference answer of prompts[i]; `on_finished`, `known` and `generate` are Sampler.generate's. A
+    response without an end of sequence is never correct, whatever it boxed on the way (SPEC section 2).
     """
     verdicts = {}
 
-    def finished(i: int, j: int, sample: Sample) -> None:
-        on_finished(sample)
+    def grade(i: int, j: int, sample: Sample) -> None:
         if sample.finished:
             verdicts[i, j] = judge.submit(decode(sample.response_ids), problems[i].answer, problems[i].uid)
 
+    def finished(i: int, j: int, sample: Sample) -> None:
+        on_finished(i, j, sample)
+        grade(i, j, sample)
+
+    for (i, j), sample in (known or {}).items():
+        grade(i, j, sample)
     try:
-        groups = sampler.generate(list(prompts), on_finished=finished, **generate)
+        groups = sampler.generate(list(prompts), on_finished=finished, known=known, **generate)
     except torch.OutOfMemoryError as error:
         raise UserError("out of memory while sampling; allowed: fewer slots, or a smaller max_new_tokens") from error
     except RuntimeError as error:
@@ -90,7 +98,8 @@ def evaluate(
     temperature: float,
     top_p: float,
     seed: int,
-    on_finished: Callable[[Sample], None] = lambda sample: None,
+    on_finished: Callable[[int, int, Sample], None] = lambda *_: None,
+    known: Mapping[tuple[int, int], Sample] | None = None,
 ) -> list[dict]:
     """One record an answer: uid, sample, correct, tokens, finished, response. Seeds depend on the uid alone."""
     graded = sample_and_grade(
@@ -100,6 +109,7 @@ def evaluate(
         prompts,
         problems,
         on_finished,
+        known,
         n=n,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -135,6 +145,39 @@ def summary(answers: Sequence[dict], ks: Sequence[int]) -> dict[str, float]:
     }
 
 
+# ---------------------------------------------------------------- the command line
+
+
+class Partial:
+    """FILE.partial: the settings of an evaluation in its first line, then each answer as it ends.
+
+    `known` has the answers that an interrupted evaluation left there; UserError where it had other settings.
+    """
+
+    def __init__(self, out: str, settings: dict, prompts: Sequence[list[int]]):
+        self.path, self.known = Path(f"{out}.partial"), {}
+        before, *rows = (read_jsonl(self.path) if self.path.exists() else []) or [settings]
+        if other := sorted(k for k in before | settings if before.get(k) != settings.get(k)):
+            found = ", ".join(f"{k} {before.get(k)} and not {settings.get(k)}" for k in other)
+            raise UserError(f"{self.path}: left by a command with {found}; allowed: that one, another --out, no file")
+        write_atomically(self.path, "".join(map(json_line, [settings, *rows])))  # without a line cut short
+        for row in rows:
+            ids, nothing = (tuple(prompts[row["prompt"]]), tuple(row["ids"])), np.zeros(0, np.float32)
+            self.known[row["prompt"], row["sample"]] = Sample(*ids, nothing, nothing, row["finished"])
+
+    def add(self, i: int, j: int, sample: Sample) -> None:
+        row = {"prompt": i, "sample": j, "finished": sample.finished, "ids": list(map(int, sample.response_ids))}
+        append(self.path, [row])
+
+
+def checksum(model: torch.nn.Module) -> int:
+    """Of all weights: another model gives another number."""
+    total = 0
+    for p in model.parameters():
+        total = zlib.crc32(p.detach().cpu().contiguous().view(torch.uint8).numpy(), total)
+    return total
+
+
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str):
@@ -159,7 +202,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    parser.add_argument("--out", help="a JSONL of every answer")
+    parser.add_argument("--out", help="a JSONL of every answer; an interrupted command, given again, goes on")
     args = parser.parse_args(argv)
     args.k = args.k or sorted({1, args.n})
     if max(args.k) > args.n:
@@ -188,12 +231,26 @@ def main(argv: Sequence[str]) -> None:
     max_new_tokens = args.max_new_tokens or min(32768, room)
     sampler = Sampler(model, lm.eos_ids(model, tokenizer), args.slots, longest + max_new_tokens)
     print(sampler.memory(), file=sys.stderr)
+    partial = None
+    if args.out:
+        same = "model", "data", "n", "temperature", "top_p", "seed"
+        settings = {k: getattr(args, k) for k in same} | {"max_new_tokens": max_new_tokens, "weights": checksum(model)}
+        partial = Partial(args.out, settings | {"prompts": zlib.crc32(repr(prompts).encode())}, prompts)
+    known, total = partial.known if partial else {}, len(problems) * args.n
+    if known:
+        print(f"{partial.path}: {len(known)} of {total} answers are there already", file=sys.stderr)
     start = time.perf_counter()
     with (
         Judge() as judge,
         torch.inference_mode(),
-        tqdm(total=len(problems) * args.n, unit="answer", desc=Path(args.data).stem, mininterval=0.5) as bar,
+        tqdm(total=total, initial=len(known), unit="answer", desc=Path(args.data).stem, mininterval=0.5) as bar,
     ):
+
+        def finished(i: int, j: int, sample: Sample) -> None:
+            bar.update()
+            if partial:
+                partial.add(i, j, sample)
+
         answers = evaluate(
             sampler,
             judge,
@@ -205,12 +262,14 @@ def main(argv: Sequence[str]) -> None:
             temperature=args.temperature,
             top_p=args.top_p,
             seed=args.seed,
-            on_finished=lambda sample: bar.update(),
+            on_finished=finished,
+            known=known,
         )
-    if args.out:
-        lines = (json.dumps(a, ensure_ascii=False) + "\n" for a in answers)
-        write_atomically(Path(args.out), "".join(lines))
-    tokens, seconds = sum(a["tokens"] for a in answers), time.perf_counter() - start
+    if partial:
+        write_atomically(Path(args.out), "".join(map(json_line, answers)))
+        partial.path.unlink()
+    seconds = time.perf_counter() - start
+    tokens = sum(a["tokens"] for a in answers) - sum(len(s.response_ids) for s in known.values())
     print(f"{args.model} on {args.data}: {len(problems)} problems x {args.n}, {tokens / seconds:,.0f} tokens/s")
     for name, value in summary(answers, args.k).items():
         print(f"  {name[5:]:10} {value:8.1f}" if name == "eval/tokens" else f"  {name[5:]:10} {100 * value:8.2f} %")

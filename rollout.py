@@ -30,7 +30,7 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -227,15 +227,18 @@ class Sampler:
         top_p: float = 1.0,
         seed: int | Sequence[int] = 0,
         on_finished: Callable[[int, int, Sample], None] | None = None,
+        known: Mapping[tuple[int, int], Sample] | None = None,
     ) -> list[list[Sample]]:
         """n samples of each prompt, `[prompt][sample]`.
 
         `seed`: one integer, or one a prompt; then a prompt's samples do not depend on the other prompts of the call.
-        `on_finished(prompt index, sample index, sample)` is called as each response ends.
+        `on_finished(prompt index, sample index, sample)` is called as each response ends. `known` has the samples of an
+        interrupted call by these indices: they are returned, not sampled again, and the others are what they were.
         Raises UserError for a prompt that leaves no room within `max_len`, RuntimeError for logits not finite.
         """
-        waiting = self._requests(prompts, n, max_new_tokens, seed)
-        results: list[list[Sample]] = [[None] * n for _ in prompts]
+        waiting, known = self._requests(prompts, n, max_new_tokens, seed), known or {}
+        waiting = deque(r for r in waiting if (r.prompt.index, r.sample) not in known)
+        results = [[known.get((i, j)) for j in range(n)] for i in range(len(prompts))]
         rows = Rows(self.slots, max_new_tokens, self.is_eos)
         with slot_attention(self.model), self._ready():
             for step in itertools.count():

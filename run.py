@@ -244,7 +244,7 @@ def evaluate(run: Run) -> None:
             temperature=c.eval_temperature,
             top_p=c.eval_top_p,
             seed=c.seed,
-            on_finished=lambda sample: bar.update(),
+            on_finished=lambda *_: bar.update(),
         )
     answers = run.ranks.gather(answers)
     if run.ranks.main:

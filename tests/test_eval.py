@@ -55,3 +55,47 @@ def test_the_same_seed_gives_the_same_answers_whatever_the_other_problems(model_
 def test_more_k_than_samples_is_refused(model_folder, problem_file):
     with pytest.raises(UserError, match="--k 4 needs at least as many samples"):
         evaluation.main(["--model", str(model_folder), "--data", str(problem_file), "--n", "2", "--k", "4"])
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_evaluation_goes_on_where_it_was(model_folder, problem_file, tmp_path, monkeypatch, capsys):
+    """Stopped at the seventh answer, and the last line cut short as by a crash: ten are sampled again, none differs."""
+    out, partial = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.partial"
+    args = ["--model", model_folder, "--data", problem_file, "--n", 2, "--max-new-tokens", 12, "--slots", 3]
+    args = [str(a) for a in [*args, "--out", out]]
+    evaluation.main(args)
+    whole, add, count = out.read_text(), evaluation.Partial.add, 0
+    assert not partial.exists()
+    out.unlink()
+
+    def add_some(self, *answer):
+        nonlocal count
+        count += 1
+        if count == 8:
+            raise Interrupted
+        add(self, *answer)
+
+    monkeypatch.setattr(evaluation.Partial, "add", add_some)
+    with pytest.raises(Interrupted):
+        evaluation.main(args)
+    assert not out.exists() and len(partial.read_text().splitlines()) == 8
+    partial.write_text(partial.read_text()[:-9])
+    count = -1000
+    capsys.readouterr()
+    evaluation.main(args)
+    assert count == -990 and "6 of 16 answers are there already" in capsys.readouterr().err
+    assert out.read_text() == whole and not partial.exists()
+
+
+def test_an_evaluation_with_other_settings_is_not_mixed_in(model_folder, problem_file, tmp_path, monkeypatch):
+    args = ["--model", model_folder, "--data", problem_file, "--max-new-tokens", 12, "--out", tmp_path / "a.jsonl"]
+    monkeypatch.setattr(evaluation.Partial, "add", lambda *_: (_ for _ in ()).throw(Interrupted))
+    with pytest.raises(Interrupted):
+        evaluation.main([*map(str, args), "--n", "2"])
+    before = (tmp_path / "a.jsonl.partial").read_text()
+    with pytest.raises(UserError, match=r"a.jsonl.partial: .* n 2 and not 3, seed 0 and not 1; allowed"):
+        evaluation.main([*map(str, args), "--n", "3", "--seed", "1"])
+    assert (tmp_path / "a.jsonl.partial").read_text() == before
