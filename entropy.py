@@ -49,10 +49,15 @@ def reduce_rows(logits, temperature):
     return e, top, log_s, log_s - w.mul_(e).sum(1) * LN2 / s
 
 
+def _inside(y, logits):
+    """The rows whose target is one of the columns of the tile."""
+    return torch.where((y >= 0) & (y < logits.shape[1]))[0]
+
+
 def _stats_torch(logits, y, temperature):
     """logits [t, v], y [t] -> [4, t]: the largest logit, log s, H, and w_y or -inf where y is outside of [0, v)."""
     _, top, log_s, H = reduce_rows(logits, temperature)
-    w_y, i = torch.full_like(top, -math.inf), torch.where((y >= 0) & (y < logits.shape[1]))[0]
+    w_y, i = torch.full_like(top, -math.inf), _inside(y, logits)
     w_y[i] = (logits[i, y[i]].to(top.dtype) - top[i]) / temperature
     return torch.stack((top, log_s, H, w_y))
 
@@ -64,7 +69,7 @@ def _grad_torch(logits, y, saved, g_logp, g_H, temperature, out):
     log_p = (logits.to(H.dtype) - top).mul_(LOG2E / temperature).sub_(log_s * LOG2E).clamp_min_(FINITE)
     p = log_p.exp2()
     g_y, g = g_logp[:, None] / temperature, g_H[:, None] / temperature
-    grad, i = log_p.mul_(g * -LN2).sub_(g_y + g * H).mul_(p), torch.where((y >= 0) & (y < logits.shape[1]))[0]
+    grad, i = log_p.mul_(g * -LN2).sub_(g_y + g * H).mul_(p), _inside(y, logits)
     grad[i, y[i]] += g_y[i, 0]
     out.copy_(grad)
 
@@ -260,7 +265,7 @@ def _addmm(out, a, b, beta=1, rough=False):
     if a.is_cuda and a.dtype != out.dtype:
         return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
     a, b = a.to(out.dtype), b.to(out.dtype)
-    if rough and ONEDNN and out.is_cpu and out.dtype == torch.float32 and len(a):
+    if rough and ONEDNN and out.is_cpu and out.dtype == torch.float32:
         product = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
         return out.add_(product) if beta else out.copy_(product)
     return torch.addmm(out, a, b, beta=beta, out=out)
