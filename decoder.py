@@ -42,7 +42,7 @@ class Forward:
 
 @torch.inference_mode()
 def fastest_forward(model, max_len: int, cache: SlotCache) -> Forward:
-    """The lean forward if it gives the logits of the model's own on a few tokens, else the model's own.
+    """The lean forward, packed, if it gives the logits of the model's own on a few tokens, else the model's own.
 
     Runs inside `kvcache.slot_attention(model)`, as the forward does that it returns."""
     own = Forward(model)
@@ -53,7 +53,6 @@ def fastest_forward(model, max_len: int, cache: SlotCache) -> Forward:
     tokens = torch.arange(min(6, max_len), device=model.device)
     cache.begin_prefill([len(tokens)])
     want, got = (forward(tokens, tokens, cache, 0) for forward in (own, lean))
-    lean.unpack()
     return lean if (got - want).abs().max() <= 1e-4 * want.abs().max() else own
 
 
@@ -84,6 +83,8 @@ class LeanForward(Forward):
         self.angles = torch.stack((cos[0], torch.cat((-first, second), dim=-1)))  # for x * cos + roll(x, D/2) * sin
 
     def pack(self, rows: int) -> None:
+        if self.layers:  # `fastest_forward` has tried it, and left it packed for the call that asked
+            return
         for layer in self.base.layers:
             a, m = layer.self_attn, layer.mlp
             side_by_side = [(a.q_proj, a.k_proj, a.v_proj), (a.o_proj,), (m.gate_proj, m.up_proj), (m.down_proj,)]
