@@ -151,12 +151,17 @@ def summary(answers: Sequence[dict], ks: Sequence[int]) -> dict[str, float]:
 class Partial:
     """FILE.partial: the settings of an evaluation in its first line, then each answer as it ends.
 
-    `known` has the answers that an interrupted evaluation left there; UserError where it had other settings.
+    `known` has the answers that an interrupted evaluation left there; UserError where it had other settings, or where
+    the file is something else.
     """
 
     def __init__(self, out: str, settings: dict, prompts: Sequence[list[int]]):
         self.path, self.known = Path(f"{out}.partial"), {}
-        before, *rows = (read_jsonl(self.path) if self.path.exists() else []) or [settings]
+        lines = read_jsonl(self.path) if self.path.is_file() else []
+        ours = lines and all(isinstance(line, dict) for line in lines) and all("ids" in line for line in lines[1:])
+        if self.path.exists() and not ours:
+            raise UserError(f"{self.path}: not what an interrupted evaluation leaves; allowed: another --out")
+        before, *rows = lines or [settings]
         if other := sorted(k for k in before | settings if before.get(k) != settings.get(k)):
             found = ", ".join(f"{k} {before.get(k)} and not {settings.get(k)}" for k in other)
             raise UserError(f"{self.path}: left by a command with {found}; allowed: that one, another --out, no file")
@@ -233,9 +238,10 @@ def main(argv: Sequence[str]) -> None:
     print(sampler.memory(), file=sys.stderr)
     partial = None
     if args.out:
-        same = "model", "data", "n", "temperature", "top_p", "seed"
-        settings = {k: getattr(args, k) for k in same} | {"max_new_tokens": max_new_tokens, "weights": checksum(model)}
-        partial = Partial(args.out, settings | {"prompts": zlib.crc32(repr(prompts).encode())}, prompts)
+        names = "model", "data", "limit", "prompt_suffix", "n", "temperature", "top_p", "seed", "dtype"
+        settings = {name: getattr(args, name) for name in names} | {"max_new_tokens": max_new_tokens}
+        settings |= {"weights": checksum(model), "prompts": zlib.crc32(repr(prompts).encode())}
+        partial = Partial(args.out, settings, prompts)
     known, total = partial.known if partial else {}, len(problems) * args.n
     if known:
         print(f"{partial.path}: {len(known)} of {total} answers are there already", file=sys.stderr)

@@ -62,7 +62,7 @@ class Interrupted(Exception):
 
 
 def test_an_interrupted_evaluation_goes_on_where_it_was(model_folder, problem_file, tmp_path, monkeypatch, capsys):
-    """Stopped at the seventh answer, and the last line cut short as by a crash: ten are sampled again, none differs."""
+    """Stopped after seven answers, the last line cut short as by a crash: ten are sampled again, none differs."""
     out, partial = tmp_path / "answers.jsonl", tmp_path / "answers.jsonl.partial"
     args = ["--model", model_folder, "--data", problem_file, "--n", 2, "--max-new-tokens", 12, "--slots", 3]
     args = [str(a) for a in [*args, "--out", out]]
@@ -99,3 +99,16 @@ def test_an_evaluation_with_other_settings_is_not_mixed_in(model_folder, problem
     with pytest.raises(UserError, match=r"a.jsonl.partial: .* n 2 and not 3, seed 0 and not 1; allowed"):
         evaluation.main([*map(str, args), "--n", "3", "--seed", "1"])
     assert (tmp_path / "a.jsonl.partial").read_text() == before
+
+
+STRANGE = {"text": "hello\n", "list": "[1, 2]\n", "rows": '{"n": 2}\n{"uid": "q0"}\n', "folder": None}
+
+
+@pytest.mark.parametrize("found", STRANGE.values(), ids=STRANGE)
+def test_what_is_no_interrupted_evaluation_is_left_alone(found, model_folder, problem_file, tmp_path):
+    partial = tmp_path / "a.jsonl.partial"
+    partial.mkdir() if found is None else partial.write_text(found)
+    args = ["--model", model_folder, "--data", problem_file, "--n", 2, "--out", tmp_path / "a.jsonl"]
+    with pytest.raises(UserError, match="a.jsonl.partial: not what an interrupted evaluation leaves"):
+        evaluation.main([str(a) for a in args])
+    assert partial.is_dir() if found is None else partial.read_text() == found
