@@ -163,7 +163,7 @@ class Partial:
             raise UserError(f"{self.path}: not what an interrupted evaluation leaves; allowed: another --out")
         before, *rows = lines or [settings]
         if other := sorted(k for k in before | settings if before.get(k) != settings.get(k)):
-            found = ", ".join(f"{k} {before.get(k)} and not {settings.get(k)}" for k in other)
+            found = ", ".join(f"{k} {before.get(k)!r} and not {settings.get(k)!r}" for k in other)
             raise UserError(f"{self.path}: left by a command with {found}; allowed: that one, another --out, no file")
         write_atomically(self.path, "".join(map(json_line, [settings, *rows])))  # without a line cut short
         for row in rows:
