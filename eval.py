@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import model as lm
-from errors import UserError, exit_cleanly
-from gumbel import stream
-from problems import Problem, load
 from rollout import Sample, Sampler
-from runtime import append, json_line, pick_device, pick_dtype, read_jsonl, write_atomically
+from runtime import model as lm
+from runtime.errors import UserError, exit_cleanly
+from runtime.files import append, json_line, read_jsonl, write_atomically
+from runtime.problems import Problem, load
+from runtime.ranks import pick_device, pick_dtype
+from sampling.gumbel import stream
 from verify import Judge
 
 

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure  # no pyplot: nothing global, no display
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
-from errors import UserError, exit_cleanly, nearest
+from runtime.errors import UserError, exit_cleanly, nearest
 
 EXTENSIONS = (".png", ".pdf", ".svg")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito: safe for all

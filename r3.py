@@ -42,16 +42,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 import eval as evaluation
-import model as lm
-import runtime
-import settings
-from errors import UserError, exit_cleanly
-from gumbel import stream
-from problems import Problem
 from replay import PLAIN, REFLECTION, Attempt, ReplayBuffer
-from run import Run, evaluate, evaluation_due, log_step, print_result, save, set_up
-from runtime import Ranks
-from settings import choice, knob
+from runtime import config as settings
+from runtime import model as lm
+from runtime import ranks as machine
+from runtime.config import choice, knob
+from runtime.errors import UserError, exit_cleanly
+from runtime.problems import Problem
+from runtime.ranks import Ranks
+from runtime.run import Run, evaluate, evaluation_due, log_step, print_result, save, set_up
+from sampling.gumbel import stream
 
 # ------------------------------------------------------------------------------------------------ 1. Configuration
 
@@ -535,7 +535,7 @@ def gradients(run: Run, rows: list[Row]) -> Tensor:
             return sums
         except torch.OutOfMemoryError:
             print(f"\nout of memory in a micro-batch of at most {token_budget} tokens", file=sys.stderr)
-        runtime.free_memory(run.ranks.device)
+        machine.free_memory(run.ranks.device)
     raise UserError(
         f"token_budget = {run.config.token_budget}: out of memory, with half of it too; allowed: a smaller "
         "token_budget, max_new_tokens or slots, or gradient_checkpointing = true"
@@ -569,7 +569,7 @@ def backward(run: Run, rows: list[Row]) -> Tensor:
 
 def logprobs(run: Run, model, rows: list[Row]) -> Tensor:
     """log pi of all response tokens of `rows`, [N] fp32, at the sampling temperature."""
-    with runtime.autocast(run.ranks.device, run.config.dtype):
+    with machine.autocast(run.ranks.device, run.config.dtype):
         return lm.token_logprobs(model, [(r.prompt_ids, r.response_ids) for r in rows], run.config.temperature)[0]
 
 

@@ -7,7 +7,7 @@
     buffer.accuracy(uid)                               # ISR: mean past accuracy, None while too little is known
 
 A query is known by its uid and never sees another's samples. Log-probs travel with their sample, as its `pi_old`.
-Left out: sharing between ranks (a uid lives on one rank) and any file format (see runtime.py).
+Left out: sharing between ranks (a uid lives on one rank) and any file format (see runtime/checkpoint.py).
 """
 
 from __future__ import annotations

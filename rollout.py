@@ -37,10 +37,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import gumbel
-from decoder import fastest_forward
-from errors import UserError
-from kvcache import (
+from runtime.errors import UserError
+from sampling import gumbel
+from sampling.decoder import fastest_forward
+from sampling.kvcache import (
     SlotCache,
     attention_shape,
     free_bytes,

@@ -48,9 +48,9 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import problems as data
-from equality import compare
-from errors import exit_cleanly
+from grader.equality import compare
+from runtime import problems as data
+from runtime.errors import exit_cleanly
 
 log = logging.getLogger("verify")
 

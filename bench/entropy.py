@@ -74,7 +74,7 @@ def naive(job: str) -> Callable:
 
 def ours(job: str) -> Callable:
     import entropy
-    import gumbel
+    from sampling import gumbel
 
     return {
         "head": lambda h, W, y: entropy.linear_token_stats(h, W, y, TEMPERATURE),

@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import model as lm
-import problems
 from rollout import Sampler
+from runtime import model as lm
+from runtime import problems
 
 Run = Callable[[int], tuple[int, float]]  # seed -> (useful tokens, share of row-steps that were useful, or nan)
 

@@ -22,8 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from errors import UserError, exit_cleanly, nearest
-from problems import EmptyField, Problem, check_uids, conflicts, hub_rows, listed, read, to_problem
+from runtime.errors import UserError, exit_cleanly, nearest
+from runtime.problems import EmptyField, Problem, check_uids, conflicts, hub_rows, listed, read, to_problem
 
 
 @dataclass(frozen=True)

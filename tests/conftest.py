@@ -83,8 +83,8 @@ def problem_file(tmp_path) -> Path:
 def fresh_group(uid: str, correct: list[bool], seed: int = 0, kind: str = "plain"):
     """A sampled group with random responses of 2 to 7 tokens and these verdicts."""
     import r3
-    from problems import Problem
     from replay import Attempt
+    from runtime.problems import Problem
 
     random = np.random.default_rng(seed)
     query = r3.Query(Problem(uid, f"problem {uid}", "1", "here"), kind, [3, 4, 5])
@@ -101,12 +101,12 @@ def fresh_group(uid: str, correct: list[bool], seed: int = 0, kind: str = "plain
 def train_run(policy, **changes):
     """A Run with what an update needs: the policy, its optimiser, one rank; no reference, sampler or judge."""
     import r3
-    import run
-    import runtime
+    from runtime import ranks as machine
+    from runtime import run
 
     config = r3.Config(**{"beta": 0.0, "dtype": "float32", "device": "cpu", "lr": 1e-3, **changes})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0)
     signals = types.SimpleNamespace(phase=contextlib.nullcontext)
     empty = {f.name: None for f in dataclasses.fields(run.Run) if f.default is dataclasses.MISSING}
-    parts = {"ranks": runtime.Ranks(0, 1, torch.device("cpu")), "optimizer": optimizer, "signals": signals}
+    parts = {"ranks": machine.Ranks(0, 1, torch.device("cpu")), "optimizer": optimizer, "signals": signals}
     return run.Run(**{**empty, **parts, "config": config, "policy": policy})

@@ -21,7 +21,7 @@ from transformers import BertConfig, BertModel, GraniteConfig, GraniteForCausalL
 import eval as evaluation
 import plot
 import r3
-from errors import exit_cleanly
+from runtime.errors import exit_cleanly
 
 ROOT = Path(r3.__file__).parent
 GOOD = [{"uid": f"q{i}", "problem": f"{i}+1=", "answer": str(i + 1)} for i in range(8)]
@@ -372,6 +372,6 @@ def test_program():
 
 def test_ctrl_c_is_no_traceback():
     """eval.py, plot.py and verify.py; of r3.py, which saves first, see test_signals.py."""
-    code = "import errors\nwith errors.exit_cleanly():\n    raise KeyboardInterrupt"
+    code = "from runtime import errors\nwith errors.exit_cleanly():\n    raise KeyboardInterrupt"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")

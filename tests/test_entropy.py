@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import entropy
-import gumbel
+from sampling import gumbel
 
 ROOT = Path(entropy.__file__).parent
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -6,7 +6,7 @@ import json
 import pytest
 
 import eval as evaluation
-from errors import UserError
+from runtime.errors import UserError
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from test_signals import AlgebraJudge, descendants
 from tiny_run import RuleJudge, assert_same_run, at, checkpoints, crash, rows, short_model, start, whole
 
-import gumbel
-import model as lm
 import r3
 import rollout
 import verify
-from errors import UserError
+from runtime import model as lm
+from runtime.errors import UserError
+from sampling import gumbel
 
 # ------------------------------------------------------------------------------------------------------------- safety
 

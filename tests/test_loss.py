@@ -10,7 +10,7 @@ from conftest import fresh_group, random_model, train_run
 
 import r3
 from replay import Attempt
-from runtime import Ranks
+from runtime.ranks import Ranks
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 
@@ -175,7 +175,7 @@ def test_the_gradient_is_the_same_for_any_micro_batch_size(loss_agg):
 
 def test_eos_is_trained_truncation_is_not():
     """The last token of a finished response is its EOS and gets a gradient; of a truncated one nothing follows."""
-    import model as lm
+    from runtime import model as lm
 
     run = train_run(random_model())
     ids, _, index, targets, _ = lm.pack([([5, 6], [7, 8, 1]), ([5], [9, 9])], torch.device("cpu"))

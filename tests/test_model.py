@@ -5,8 +5,8 @@ import torch
 from conftest import byte_tokenizer, random_model
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-import model as lm
-from errors import UserError
+from runtime import model as lm
+from runtime.errors import UserError
 
 ROWS = [([5, 6, 7], [8, 9, 1]), ([5], [4]), ([9, 8, 7, 6, 5], [3] * 9), ([2, 2], [7, 1])]
 

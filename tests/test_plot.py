@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 import plot
-from errors import UserError
+from runtime.errors import UserError
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

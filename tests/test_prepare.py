@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError
-from problems import load
+from runtime.errors import UserError
+from runtime.problems import load
 
 SCRIPT = Path(__file__).parent.parent / "data" / "prepare.py"
 spec = importlib.util.spec_from_file_location("prepare", SCRIPT)

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from errors import UserError
-from problems import MAX_LINE_BYTES, Problem, conflicts, hub_rows, load
+from runtime.errors import UserError
+from runtime.problems import MAX_LINE_BYTES, Problem, conflicts, hub_rows, load
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 GOOD = b'{"uid": "a", "problem": "1+1?", "answer": "2"}\n'

@@ -33,13 +33,12 @@ from tiny_run import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import checkpoint
-import model as lm
 import r3
-import run
-import runtime
-from errors import UserError
 from replay import ReplayBuffer
+from runtime import checkpoint, files, run
+from runtime import model as lm
+from runtime import ranks as machine
+from runtime.errors import UserError
 
 # ------------------------------------------------------------------------------------------------------- exact resume
 
@@ -126,8 +125,8 @@ def test_log_line_cut_short_by_a_crash_is_made_anew(whole, start, tmp_path):
 
 def test_log_rows_may_hold_any_separator_that_unicode_knows(tmp_path):
     texts = ["a\u2028b", "a\x85b", "a\u2029b", "a\x1cb", "a\r\nb", "\x0c"]
-    runtime.append(tmp_path / "log.jsonl", [{"text": text} for text in texts])
-    assert [row["text"] for row in runtime.read_jsonl(tmp_path / "log.jsonl")] == texts
+    files.append(tmp_path / "log.jsonl", [{"text": text} for text in texts])
+    assert [row["text"] for row in files.read_jsonl(tmp_path / "log.jsonl")] == texts
 
 
 # ------------------------------------------------------------------------------------------------------------- kill -9
@@ -280,7 +279,7 @@ def test_log_on_a_full_disk_is_one_line():
     if not os.path.exists("/dev/full"):
         pytest.skip("no /dev/full here")
     with pytest.raises(UserError, match="/dev/full: cannot be written: No space left on device"):
-        runtime.append(Path("/dev/full"), [{"step": 1}])
+        files.append(Path("/dev/full"), [{"step": 1}])
 
 
 def test_place_that_cannot_be_written_is_one_line(start, tmp_path, capsys):
@@ -297,7 +296,7 @@ def test_place_that_cannot_be_written_is_one_line(start, tmp_path, capsys):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exported_folder_loads_with_equal_logits(short_model, tmp_path, dtype):
     policy, tokenizer = lm.load(str(short_model), "cpu", torch.float32)
-    optimizer, ranks = torch.optim.AdamW(policy.parameters()), runtime.Ranks(0, 1, torch.device("cpu"))
+    optimizer, ranks = torch.optim.AdamW(policy.parameters()), machine.Ranks(0, 1, torch.device("cpu"))
     checkpoint.save(tmp_path, policy, tokenizer, optimizer, ReplayBuffer(), {"step": 1}, ranks, keep=1, dtype=dtype)
     folder = tmp_path / "checkpoints" / "step_000001"
     ids = torch.arange(20, 60)[None]

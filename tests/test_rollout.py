@@ -15,14 +15,12 @@ from transformers import (
     Qwen3Config,
 )
 
-import decoder
-import gumbel
-import kvcache
 import rollout
 from entropy import token_stats
-from errors import UserError
-from gumbel import stream
 from rollout import Prompt, Request, Rows, Sampler, naive_generate
+from runtime.errors import UserError
+from sampling import decoder, gumbel, kvcache
+from sampling.gumbel import stream
 
 SMALL = {
     "vocab_size": 60,

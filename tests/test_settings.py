@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from errors import UserError
 from r3 import Config
-from settings import choice, knob, parse
+from runtime.config import choice, knob, parse
+from runtime.errors import UserError
 
 ROOT = Path(__file__).parent.parent
 

@@ -31,12 +31,11 @@ from tiny_run import (
     whole,
 )
 
-import checkpoint
 import r3
-import run
 import verify
-from runtime import Ranks
-from signals import Signals, Stopped
+from runtime import checkpoint, run
+from runtime.ranks import Ranks
+from runtime.signals import Signals, Stopped
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 

@@ -14,10 +14,10 @@ import torch
 from conftest import fresh_group, random_model, train_run
 
 import r3
-import run as run_module
-import runtime
-import settings
 from replay import ReplayBuffer
+from runtime import config as settings
+from runtime import ranks as machine
+from runtime import run as run_module
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -211,14 +211,14 @@ def gradient_of(groups, ranks) -> torch.Tensor:
 
 def one_of_two(rank: int, port: int, groups, out: Path) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    ranks = runtime.Ranks.start("cpu")
+    ranks = machine.Ranks.start("cpu")
     torch.save(gradient_of(groups, ranks), out / f"{rank}.pt")
     ranks.stop()
 
 
 def test_the_gradient_is_the_same_for_one_rank_and_two(tmp_path):
     groups = [fresh_group(uid, [True, False, False], seed=i) for i, uid in enumerate("abcde")]
-    owners = {runtime.Ranks(0, 2, torch.device("cpu")).owns(g.uid) for g in groups}
+    owners = {machine.Ranks(0, 2, torch.device("cpu")).owns(g.uid) for g in groups}
     assert owners == {True, False}  # both ranks have something to do
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -230,6 +230,6 @@ def test_the_gradient_is_the_same_for_one_rank_and_two(tmp_path):
     for child in children:
         child.join(60)
         assert child.exitcode == 0
-    alone = gradient_of(groups, runtime.Ranks(0, 1, torch.device("cpu")))
+    alone = gradient_of(groups, machine.Ranks(0, 1, torch.device("cpu")))
     for rank in range(2):
         torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), alone, rtol=1e-4, atol=1e-7)

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import verify
-from equality import compare
-from problems import Problem
+from grader.equality import compare
+from runtime.problems import Problem
 from verify import Judge, check, extract, grade
 
 ROOT = Path(__file__).parent.parent

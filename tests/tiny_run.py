@@ -20,9 +20,9 @@ from conftest import byte_tokenizer, random_model
 from tqdm import tqdm
 
 import r3
-import run
 import verify
-from errors import exit_cleanly
+from runtime import run
+from runtime.errors import exit_cleanly
 
 # no two runs agree in these
 TIMING = ("seconds_load", "seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb")

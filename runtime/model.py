@@ -29,7 +29,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.utils import logging as transformers_logging
 
 from entropy import linear_token_stats
-from errors import UserError
+from runtime.errors import UserError
 
 try:
     from torch.nn.attention.varlen import varlen_attn

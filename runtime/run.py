@@ -24,17 +24,18 @@ import torch
 import yaml
 from tqdm import tqdm
 
-import checkpoint
 import eval as evaluation
-import model as lm
-import runtime
 import verify
-from errors import UserError
-from problems import Problem, load
 from replay import PLAIN, REFLECTION, ReplayBuffer
 from rollout import Sampler
-from runtime import Ranks, append, fsync, json_line, read_jsonl, write_atomically
-from signals import Signals
+from runtime import checkpoint, files
+from runtime import model as lm
+from runtime import ranks as machine
+from runtime.errors import UserError
+from runtime.files import append, fsync, json_line, read_jsonl, write_atomically
+from runtime.problems import Problem, load
+from runtime.ranks import Ranks
+from runtime.signals import Signals
 from verify import Judge
 
 
@@ -79,8 +80,8 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     stack.push(lambda crash, *_: None if crash else ranks.stop())  # after a crash the others would be waited for
     signals = Signals(c.grace_seconds, ranks)
     stack.callback(signals.close)
-    runtime.keep_freed_memory(ranks.device)
-    dtype = runtime.pick_dtype(c.dtype, ranks.device)
+    machine.keep_freed_memory(ranks.device)
+    dtype = machine.pick_dtype(c.dtype, ranks.device)
     folder = checkpoint.to_resume(c)
     fields = {"problem_field": c.problem_field, "answer_field": c.answer_field, "uid_field": c.uid_field}
     problems = load(c.data, split=c.data_split, limit=c.data_limit, **fields)
@@ -186,7 +187,7 @@ def log_step(run: Run, bar, epoch: int, groups, sampled, learning, seconds: tupl
         "seconds_rollout": (seconds[0], 1),
         "seconds_update": (seconds[1], 1),
         "tokens_per_second": (sum(len(a.response_ids) for g in sampled for a in g.attempts) / sum(seconds), once),
-        "peak_memory_gb": (runtime.peak_memory_gb(run.ranks.device), 1),
+        "peak_memory_gb": (machine.peak_memory_gb(run.ranks.device), 1),
         **describe(kinds[REFLECTION], "/reflection"),
         "judge_killed": (run.judge.killed, once),
     }
@@ -297,7 +298,7 @@ class Logs:
                 from torch.utils.tensorboard import SummaryWriter
             if config.wandb:
                 import wandb
-        with runtime.writing(self.dir):
+        with files.writing(self.dir):
             self.dir.mkdir(parents=True, exist_ok=True)
         write_atomically(self.dir / "config.yaml", yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
         self.files = self.dir / "samples.jsonl", self.dir / "metrics.jsonl"

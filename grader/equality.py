@@ -34,7 +34,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from latex import (
+from grader.latex import (
     CLOSERS,
     OPENERS,
     TooLarge,

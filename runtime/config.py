@@ -1,4 +1,4 @@
-"""settings.py: a flat frozen dataclass from its defaults, a YAML file and the command line, the later ones stronger.
+"""config.py: a flat frozen dataclass from its defaults, a YAML file and the command line, the later ones stronger.
 
     config = parse(Config, ["--config", "configs/tiny.yaml", "--lr=1e-4", "--resume"])
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import yaml
 
-from errors import UserError, nearest
+from runtime.errors import UserError, nearest
 
 
 def knob(default, low=None, high=None, above=None, below=None):

@@ -19,8 +19,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from errors import UserError
-from runtime import Ranks
+from runtime.errors import UserError
+from runtime.ranks import Ranks
 
 
 class Stopped(BaseException):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvcache import SlotCache
+from sampling.kvcache import SlotCache
 
 PACKED_FROM = 2**18  # weights of a matrix; below, oneDNN's call costs more than its product saves
 

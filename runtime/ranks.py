@@ -1,32 +1,24 @@
-"""runtime.py: the machine under a run: devices, ranks, files that are never half-written.
+"""ranks.py: the machine under a run: its devices, their memory, and the processes of torchrun.
 
     ranks = Ranks.start("auto")                # one process, or those of torchrun
     total, count = ranks.sum([loss, 1])        # over all of them
-    write_atomically(path, text)               # the old text or the new one, whenever the process dies
-
-Left out: anything that knows what is trained.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import resource
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
-from errors import UserError
-
-# -------------------------------------------------------------------------------------------- devices and ranks
+from runtime.errors import UserError
 
 
 def pick_device(name: str) -> torch.device:
@@ -137,56 +129,3 @@ class Ranks:
     def stop(self) -> None:
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-
-
-# ------------------------------------------------------------------------------------------------------ files
-
-
-@contextlib.contextmanager
-def writing(what: Path, hint: str = "") -> Iterator[None]:
-    """A full disk, or one that must not be written, becomes a UserError that names what was to be written."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{what}: cannot be written: {reason}{hint}") from error
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """The file has the old text or the new one, never a part of it."""
-    aside = path.with_name(f".{path.name}.tmp")
-    with writing(path):
-        with open(aside, "w", encoding="utf-8") as f:
-            f.write(text)
-        fsync(aside)
-        os.replace(aside, path)
-        fsync(path.parent)
-
-
-def json_line(row: dict) -> str:
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def append(path: Path, rows: list[dict]) -> None:
-    with writing(path), open(path, "a", encoding="utf-8") as f:
-        f.write("".join(map(json_line, rows)))
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    """The rows of a JSONL log; a last line that a crash cut short is left out."""
-    rows = []
-    for line in path.read_bytes().split(b"\n"):  # not splitlines: a response may hold any Unicode line separator
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
-
-
-def fsync(path: Path) -> None:
-    """Returns when the file, or the directory's list of names, is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -24,7 +24,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from errors import UserError, nearest
+from runtime.errors import UserError, nearest
 
 EXTENSIONS = (".jsonl", ".json", ".parquet")
 MAX_LINE_BYTES = 1_000_000

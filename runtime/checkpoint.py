@@ -25,8 +25,9 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from errors import UserError
-from runtime import Ranks, fsync, writing
+from runtime.errors import UserError
+from runtime.files import fsync, writing
+from runtime.ranks import Ranks
 
 
 def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype: str) -> None:

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from errors import UserError
+from runtime.errors import UserError
 
 try:
     from torch.nn.attention.varlen import varlen_attn
