@@ -1,4 +1,4 @@
-"""eval.py: pass@1, pass@k, mean tokens and truncated share on a benchmark, with the trainer's sampler and judge.
+"""eval.py: pass@1, pass@k, mean tokens and truncated share on a benchmark, with the trainer's sampler and verifier.
 
     python eval.py --model DIR --data FILE.jsonl --n 16 --k 1 16 --max-new-tokens 32768 --out answers.jsonl
 
@@ -30,8 +30,8 @@ from runtime.errors import UserError, exit_cleanly
 from runtime.files import append, json_line, read_jsonl, write_atomically
 from runtime.problems import Problem, load
 from runtime.ranks import pick_device, pick_dtype
-from sampling.gumbel import stream
-from verify import Judge
+from sampling.gumbel import derive_seed
+from verify import Verifier
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -46,7 +46,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 def sample_and_grade(
     sampler: Sampler,
-    judge: Judge,
+    verifier: Verifier,
     decode: Callable[[Sequence[int]], str],
     prompts: Sequence[list[int]],
     problems: Sequence[Problem],
@@ -63,7 +63,7 @@ def sample_and_grade(
 
     def grade(i: int, j: int, sample: Sample) -> None:
         if sample.finished:
-            verdicts[i, j] = judge.submit(decode(sample.response_ids), problems[i].answer, problems[i].uid)
+            verdicts[i, j] = verifier.submit(decode(sample.response_ids), problems[i].answer, problems[i].uid)
 
     def finished(i: int, j: int, sample: Sample) -> None:
         on_finished(i, j, sample)
@@ -89,7 +89,7 @@ def sample_and_grade(
 
 def evaluate(
     sampler: Sampler,
-    judge: Judge,
+    verifier: Verifier,
     tokenizer,
     prompts: Sequence[list[int]],
     problems: Sequence[Problem],
@@ -105,7 +105,7 @@ def evaluate(
     """One record an answer: uid, sample, correct, tokens, finished, response. Seeds depend on the uid alone."""
     graded = sample_and_grade(
         sampler,
-        judge,
+        verifier,
         lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
         prompts,
         problems,
@@ -115,7 +115,7 @@ def evaluate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
-        seed=[stream(seed, "eval", p.uid) for p in problems],
+        seed=[derive_seed(seed, "eval", p.uid) for p in problems],
     )
     return [
         {
@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> None:
         print(f"{partial.path}: {len(known)} of {total} answers are there already", file=sys.stderr)
     start = time.perf_counter()
     with (
-        Judge() as judge,
+        Verifier() as verifier,
         torch.inference_mode(),
         tqdm(total=total, initial=len(known), unit="answer", desc=Path(args.data).stem, mininterval=0.5) as bar,
     ):
@@ -260,7 +260,7 @@ def main(argv: Sequence[str]) -> None:
 
         answers = evaluate(
             sampler,
-            judge,
+            verifier,
             tokenizer,
             prompts,
             problems,

@@ -42,16 +42,16 @@ from torch import Tensor
 from tqdm import tqdm
 
 import eval as evaluation
-from replay import PLAIN, REFLECTION, Attempt, ReplayBuffer
+from replay import PLAIN, REFLECTION, ReplayBuffer, Response
 from runtime import config as settings
 from runtime import model as lm
 from runtime import ranks as machine
-from runtime.config import choice, knob
+from runtime.config import bounded, one_of
 from runtime.errors import UserError, exit_cleanly
 from runtime.problems import Problem
 from runtime.ranks import Ranks
 from runtime.run import Run, evaluate, evaluation_due, log_step, print_result, save, set_up
-from sampling.gumbel import stream
+from sampling.gumbel import derive_seed
 
 # ------------------------------------------------------------------------------------------------ 1. Configuration
 
@@ -64,7 +64,7 @@ class Config:
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"  # folder or hub name (the paper's small model)
     data: str = "agentica-org/DeepScaleR-Preview-Dataset"  # JSONL, parquet or hub name (the paper's set)
     data_split: str = "train"
-    data_limit: int | None = knob(None, low=1)  # only the first so many problems
+    data_limit: int | None = bounded(None, low=1)  # only the first so many problems
     problem_field: str = "problem"
     answer_field: str = "answer"
     uid_field: str = "uid"
@@ -73,58 +73,58 @@ class Config:
     prompt_suffix: str = " Let's think step by step and output the final answer within \\boxed{}."
     system_prompt: str = ""
     run_dir: str = ""  # default: runs/<name of the config file>
-    seed: int = knob(0, low=0)
+    seed: int = bounded(0, low=0)
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    dtype: str = choice("auto", "float32", "bfloat16")  # of matrix products; master weights are fp32
+    dtype: str = one_of("auto", "float32", "bfloat16")  # of matrix products; master weights are fp32
     trust_remote_code: bool = False
-    check_answers: str = choice("drop", "refuse", "off")  # reference answers that do not grade themselves as right
+    check_answers: str = one_of("drop", "refuse", "off")  # reference answers that do not grade themselves as right
 
     # the loop
-    steps: int | None = knob(None, low=1)  # ends the run early
-    epochs: int = knob(3, low=1)  # E
-    batch_size: int = knob(128, low=1)  # queries a step, |D_b|
-    group_size: int = knob(8, low=2)  # G
-    max_prompt_tokens: int = knob(1024, low=1)  # plain prompts; longer ones are left out and counted
-    max_new_tokens: int = knob(8192, low=1)  # response budget (paper: 8K in training)
-    temperature: float = knob(1.0, above=0)
+    steps: int | None = bounded(None, low=1)  # ends the run early
+    epochs: int = bounded(3, low=1)  # E
+    batch_size: int = bounded(128, low=1)  # queries a step, |D_b|
+    group_size: int = bounded(8, low=2)  # G
+    max_prompt_tokens: int = bounded(1024, low=1)  # plain prompts; longer ones are left out and counted
+    max_new_tokens: int = bounded(8192, low=1)  # response budget (paper: 8K in training)
+    temperature: float = bounded(1.0, above=0)
     top_p: float = 1.0  # anything else is refused in training (SPEC 8.2)
     top_k: int = 0
-    slots: int = knob(96, low=1)  # responses sampled side by side; each takes key/value cache for its longest
+    slots: int = bounded(96, low=1)  # responses sampled side by side; each takes key/value cache for its longest
     dynamic_sampling: bool = False  # DAPO: drop all-right and all-wrong groups and sample others in their place ...
-    dynamic_rounds: int = knob(3, low=1)  # ... at most so many times a step
+    dynamic_rounds: int = bounded(3, low=1)  # ... at most so many times a step
 
     # optimisation
-    lr: float = knob(1e-6, above=0)
-    warmup_steps: int = knob(0, low=0)  # linear
-    weight_decay: float = knob(0.0, low=0)
-    grad_clip: float = knob(1.0, above=0)  # gradient norm
-    beta: float = knob(0.001, low=0)  # KL weight in Eq. 2; 0: no reference model is loaded
-    eps_low: float = knob(0.2, low=0, below=1)  # eps in Eq. 2
-    eps_high: float = knob(0.28, low=0)
-    loss_agg: str = choice("sequence", "token", "constant")  # Eq. 2, DAPO, Dr. GRPO
-    minibatches: int = knob(1, low=1)  # optimiser steps a batch
-    token_budget: int = knob(16384, low=1)  # tokens a forward and backward pass
+    lr: float = bounded(1e-6, above=0)
+    warmup_steps: int = bounded(0, low=0)  # linear
+    weight_decay: float = bounded(0.0, low=0)
+    grad_clip: float = bounded(1.0, above=0)  # gradient norm
+    beta: float = bounded(0.001, low=0)  # KL weight in Eq. 2; 0: no reference model is loaded
+    eps_low: float = bounded(0.2, low=0, below=1)  # eps in Eq. 2
+    eps_high: float = bounded(0.28, low=0)
+    loss_agg: str = one_of("sequence", "token", "constant")  # Eq. 2, DAPO, Dr. GRPO
+    minibatches: int = bounded(1, low=1)  # optimiser steps a batch
+    token_budget: int = bounded(16384, low=1)  # tokens a forward and backward pass
     gradient_checkpointing: bool = False
 
     # rewards (SPEC section 2)
-    length_reward: float = knob(1.0, low=0)  # w_len: R = 1 + w_len max(0, 1 - L / L_max) for a right answer
-    length_max: int = knob(32768, low=1)  # L_max (paper: 32,768)
-    overlong_tokens: int = knob(0, low=0)  # DAPO: soft penalty over the last so many tokens of the budget; 0: none
+    length_reward: float = bounded(1.0, low=0)  # w_len: R = 1 + w_len max(0, 1 - L / L_max) for a right answer
+    length_max: int = bounded(32768, low=1)  # L_max (paper: 32,768)
+    overlong_tokens: int = bounded(0, low=0)  # DAPO: soft penalty over the last so many tokens of the budget; 0: none
 
     # CCR, cross-context replay
     replay: bool = True
-    replay_k: int = knob(2, low=1)  # k
-    alpha: float = knob(1.0, above=0)  # Eq. 3
-    lam: float = knob(1e-4, above=0)  # lambda, Eq. 1 and 3
-    replay_logp: str = choice("behaviour", "current")  # pi_old of a replayed response
-    replay_prompt: str = choice("own", "group")  # the prompt that a replayed response is trained under
-    buffer_per_query: int = knob(8, low=1)  # successes, and as many failures
+    replay_k: int = bounded(2, low=1)  # k
+    alpha: float = bounded(1.0, above=0)  # Eq. 3
+    lam: float = bounded(1e-4, above=0)  # lambda, Eq. 1 and 3
+    replay_logp: str = one_of("behaviour", "current")  # pi_old of a replayed response
+    replay_prompt: str = one_of("own", "group")  # the prompt that a replayed response is trained under
+    buffer_per_query: int = bounded(8, low=1)  # successes, and as many failures
 
     # ISR, in-context self-reflection
     reflect: bool = True
-    tau: float = knob(0.25, low=0, high=1)  # hard: mean past accuracy below it
-    min_history: int = knob(8, low=1)  # verdicts before a query can count as hard
-    reflection_tokens: int = knob(1024, low=1)  # of the failed attempt, cut at the front
+    tau: float = bounded(0.25, low=0, high=1)  # hard: mean past accuracy below it
+    min_history: int = bounded(8, low=1)  # verdicts before a query can count as hard
+    reflection_tokens: int = bounded(1024, low=1)  # of the failed attempt, cut at the front
     reflection_template: str = (  # q (+) o_h (+) p_r
         "{problem}\n\nHere is an earlier attempt at this problem. Its answer is wrong.\n\n<attempt>\n{attempt}\n"
         "</attempt>\n\nFind the first mistake in it and say why it is one. Then solve the problem again from the start."
@@ -132,25 +132,25 @@ class Config:
 
     # SERR, structural entropy ranking rewards
     rank: bool = True
-    rank_on: str = choice("truncated", "failed")
-    peak_ratio: float = knob(0.2, above=0, high=1)  # p
-    r_max: float = knob(0.5, low=0, below=1)  # R_max < 1: no failure beats a success
+    rank_on: str = one_of("truncated", "failed")
+    peak_ratio: float = bounded(0.2, above=0, high=1)  # p
+    r_max: float = bounded(0.5, low=0, below=1)  # R_max < 1: no failure beats a success
 
     # checkpoints, evaluation, logs
-    save_every: int = knob(50, low=1)  # steps
-    save_dtype: str = choice("float32", "bfloat16")  # of the exported weights; a resume is exact with either
-    checkpoints_kept: int = knob(2, low=1)
+    save_every: int = bounded(50, low=1)  # steps
+    save_dtype: str = one_of("float32", "bfloat16")  # of the exported weights; a resume is exact with either
+    checkpoints_kept: int = bounded(2, low=1)
     resume: bool = False
     override_config: bool = False  # resume although the config differs from the run's
-    grace_seconds: float = knob(60.0, above=0)  # from SIGTERM to the end
-    eval_every: int = knob(50, low=1)  # steps
-    eval_n: int = knob(16, low=1)  # N samples a problem (paper: 16)
-    eval_temperature: float = knob(0.6, low=0)
-    eval_top_p: float = knob(0.95, above=0, high=1)
+    grace_seconds: float = bounded(60.0, above=0)  # from SIGTERM to the end
+    eval_every: int = bounded(50, low=1)  # steps
+    eval_n: int = bounded(16, low=1)  # N samples a problem (paper: 16)
+    eval_temperature: float = bounded(0.6, low=0)
+    eval_top_p: float = bounded(0.95, above=0, high=1)
     eval_at_start: bool = True
     eval_at_end: bool = True
-    eval_limit: int | None = knob(None, low=1)  # problems
-    log_samples: int = knob(8, low=0)  # responses a step in samples.jsonl
+    eval_limit: int | None = bounded(None, low=1)  # problems
+    log_samples: int = bounded(8, low=0)  # responses a step in samples.jsonl
     tensorboard: bool = False
     wandb: bool = False
 
@@ -179,7 +179,7 @@ class Config:
         return 4 * self.group_size
 
     @property
-    def replays_anew(self) -> bool:
+    def recompute_old_logp(self) -> bool:
         """pi_old of replayed responses is recomputed: forced where they are trained under another prompt (SPEC 3)."""
         return self.replay_logp == "current" or self.replay_prompt == "group"
 
@@ -228,34 +228,34 @@ def serr(peak, glob, r_max: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Query:
+class Prompt:
     """A prompt of this step: the problem in plain form, or with a past failure to reflect on."""
 
     problem: Problem
     kind: str
-    prompt_ids: list[int]
+    ids: list[int]
 
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt and their rewards: `fresh` ones first, then replayed ones (G_mix)."""
+    """The responses to one prompt and their rewards: fresh ones first, then replayed ones (G_mix)."""
 
-    query: Query
-    attempts: tuple[Attempt, ...]
+    prompt: Prompt
+    responses: tuple[Response, ...]
     rewards: tuple[float, ...]
     entropies: tuple[np.ndarray, ...]  # of the fresh responses, (L,) each
-    fresh: int
-    ranked: int = 0  # responses with a ranking reward
+    n_fresh: int
+    n_ranked: int = 0  # responses with a ranking reward
 
     @property
     def uid(self) -> str:
-        return self.query.problem.uid
+        return self.prompt.problem.uid
 
     @property
     def collapsed(self) -> str:
         """`none` right, `all` right, or empty: by the verifier's word on the fresh ones, before any shaping."""
-        right = sum(a.correct for a in self.attempts[: self.fresh])
-        return "none" if right == 0 else "all" if right == self.fresh else ""
+        right = sum(a.correct for a in self.responses[: self.n_fresh])
+        return "none" if right == 0 else "all" if right == self.n_fresh else ""
 
 
 def rank_failures(group: Group, c: Config) -> Group:
@@ -263,28 +263,28 @@ def rank_failures(group: Group, c: Config) -> Group:
 
     Fewer than two of them have no rank, and the group stays as it is.
     """
-    chosen = [i for i, a in enumerate(group.attempts[: group.fresh]) if c.rank_on == "failed" or not a.finished]
+    chosen = [i for i, a in enumerate(group.responses[: group.n_fresh]) if c.rank_on == "failed" or not a.finished]
     if group.collapsed != "none" or len(chosen) < 2:
         return group
     peak, glob = zip(*(peak_and_global(group.entropies[i], c.peak_ratio) for i in chosen), strict=True)
     rewards = list(group.rewards)
     for i, reward in zip(chosen, serr(peak, glob, c.r_max).tolist(), strict=True):
         rewards[i] += reward
-    return replace(group, rewards=tuple(rewards), ranked=len(chosen))
+    return replace(group, rewards=tuple(rewards), n_ranked=len(chosen))
 
 
-def recall_opposites(group: Group, buffer: ReplayBuffer, c: Config, rng: random.Random) -> Group:
+def inject_replay(group: Group, buffer: ReplayBuffer, c: Config, rng: random.Random) -> Group:
     """CCR, lines 6 and 7: a collapsed group gets k stored responses of its query with the opposite verdict.
 
     A group that is mixed already, or whose query has none stored, stays as it is.
     """
     if not group.collapsed:
         return group
-    found = buffer.recall(group.uid, group.collapsed == "none", c.replay_k, rng, group.query.kind)
+    found = buffer.recall(group.uid, group.collapsed == "none", c.replay_k, rng, group.prompt.kind)
     if c.replay_prompt == "group":
-        found = [replace(a, prompt_ids=group.query.prompt_ids) for a in found]
+        found = [replace(a, prompt_ids=group.prompt.ids) for a in found]
     rewards = group.rewards + tuple(a.reward for a in found)
-    return replace(group, attempts=group.attempts + tuple(found), rewards=rewards)
+    return replace(group, responses=group.responses + tuple(found), rewards=rewards)
 
 
 def reflection_prompt(problem: str, attempt: str, template: str) -> str:
@@ -293,7 +293,7 @@ def reflection_prompt(problem: str, attempt: str, template: str) -> str:
     return re.sub(r"\{problem\}|\{attempt\}", lambda m: parts[m.group()], template)
 
 
-def attempt_text(response_ids: Sequence[int], tokenizer, max_tokens: int) -> str:
+def failure_excerpt(response_ids: Sequence[int], tokenizer, max_tokens: int) -> str:
     """What a reflection shows of a failure: its part after `</think>`, or all, of which the last `max_tokens`."""
     text = tokenizer.decode(response_ids, skip_special_tokens=True).rpartition("</think>")[2].strip()
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -352,7 +352,7 @@ def token_weight(loss_agg: str, length: int, group: int, totals: tuple[float, fl
 
 
 @dataclass(frozen=True)
-class Row:
+class Example:
     """One response as the loss sees it."""
 
     uid: str
@@ -364,20 +364,20 @@ class Row:
     replayed: bool
 
 
-def rows_of(groups: Sequence[Group], ranks: Ranks, c: Config) -> list[Row]:
+def training_examples(groups: Sequence[Group], ranks: Ranks, c: Config) -> list[Example]:
     """The responses that an optimiser step trains on: those of groups whose advantages are not all 0."""
-    responses = [a for g in groups for a in g.attempts]
+    responses = [a for g in groups for a in g.responses]
     totals = ranks.sum([len(groups), len(responses), sum(len(a.response_ids) for a in responses)])
     rows = []
     for g in groups:
-        replayed = len(g.attempts) > g.fresh
+        replayed = len(g.responses) > g.n_fresh
         A = group_advantages(g.rewards, c.alpha if replayed else 1.0, c.lam)  # Eq. 3, Eq. 1
         if not A.any():
             continue
-        for i, (a, A_i) in enumerate(zip(g.attempts, A.tolist(), strict=True)):
-            weight = token_weight(c.loss_agg, len(a.response_ids), len(g.attempts), totals, c.max_new_tokens)
-            old = a.logprobs if i >= g.fresh and not c.replays_anew else None
-            rows.append(Row(g.uid, a.prompt_ids, a.response_ids, A_i, weight, old, i >= g.fresh))
+        for i, (a, A_i) in enumerate(zip(g.responses, A.tolist(), strict=True)):
+            weight = token_weight(c.loss_agg, len(a.response_ids), len(g.responses), totals, c.max_new_tokens)
+            old = a.logprobs if i >= g.n_fresh and not c.recompute_old_logp else None
+            rows.append(Example(g.uid, a.prompt_ids, a.response_ids, A_i, weight, old, i >= g.n_fresh))
     return rows
 
 
@@ -387,64 +387,64 @@ def rows_of(groups: Sequence[Group], ranks: Ranks, c: Config) -> list[Row]:
 def collect(run: Run, batch: list[Problem], epoch: int, step: int) -> tuple[list[Group], list[Group]]:
     """Lines 2 to 7: the groups to learn from, made informative; and all groups as they were sampled."""
     c = run.config
-    queries = [Query(p, PLAIN, run.prompts[p.uid]) for p in batch]  # 2
+    queries = [Prompt(p, PLAIN, run.prompts[p.uid]) for p in batch]  # 2
     if c.reflect and epoch > 1:
         queries += reflections(run, batch, step)  # 3
-    groups = sampled = respond(run, queries, step)  # 4
+    groups = sampled = rollout(run, queries, step)  # 4
     if c.dynamic_sampling:
         groups, sampled = resample(run, groups, step)
     if c.rank:
         groups = [rank_failures(g, c) for g in groups]  # 5
     if c.replay:
-        groups = [recall_opposites(g, run.buffer, c, rng(c, step, g.uid, g.query.kind)) for g in groups]  # 6, 7
+        groups = [inject_replay(g, run.buffer, c, rng(c, step, g.uid, g.prompt.kind)) for g in groups]  # 6, 7
     return groups, sampled
 
 
 def rng(c: Config, *key) -> random.Random:
     """A random stream of its own for each place that needs one, so that a resumed run draws the same."""
-    return random.Random(stream(c.seed, *key))
+    return random.Random(derive_seed(c.seed, *key))
 
 
-def reflections(run: Run, batch: list[Problem], step: int) -> list[Query]:
+def reflections(run: Run, batch: list[Problem], step: int) -> list[Prompt]:
     """Line 3: a reflection prompt for each hard query of the batch that has a stored failure."""
     c, found = run.config, []
     for p in batch:
         accuracy = run.buffer.accuracy(p.uid)
         failure = run.buffer.failure(p.uid, rng(c, step, p.uid, "failure"))
         if accuracy is not None and accuracy < c.tau and failure is not None:
-            shown = attempt_text(failure.response_ids, run.tokenizer, c.reflection_tokens)
+            shown = failure_excerpt(failure.response_ids, run.tokenizer, c.reflection_tokens)
             text = reflection_prompt(p.problem, shown, c.reflection_template)
             prompt = lm.chat_prompt(run.tokenizer, text + c.prompt_suffix, c.system_prompt)
             if len(prompt) + c.max_new_tokens <= run.sampler.max_len:  # text encoded anew may be longer than it was
-                found.append(Query(p, REFLECTION, prompt))
+                found.append(Prompt(p, REFLECTION, prompt))
     return found
 
 
-def respond(run: Run, queries: list[Query], step: int) -> list[Group]:
+def rollout(run: Run, queries: list[Prompt], step: int) -> list[Group]:
     """Line 4: G fresh responses to each prompt, each verified while others are still being sampled."""
     c = run.config
-    with run.signals.phase():
+    with run.signals.interruptible():
         graded = evaluation.sample_and_grade(
             run.sampler,
-            run.judge,
+            run.verifier,
             lambda ids: run.tokenizer.decode(ids, skip_special_tokens=True),
-            [q.prompt_ids for q in queries],
+            [q.ids for q in queries],
             [q.problem for q in queries],
             n=c.group_size,
             max_new_tokens=c.max_new_tokens,
             temperature=c.temperature,
-            seed=[stream(c.seed, step, q.problem.uid, q.kind) for q in queries],
+            seed=[derive_seed(c.seed, step, q.problem.uid, q.kind) for q in queries],
         )
     groups = []
     for query, answers in zip(queries, graded, strict=True):
-        attempts, entropies = [], []
+        responses, entropies = [], []
         for s, correct in answers:
             reward = outcome_reward(correct, s.finished, len(s.response_ids), c)
-            ids = query.prompt_ids, s.response_ids
-            attempts.append(Attempt(*ids, s.logprobs, correct, s.finished, reward, step, query.kind))
+            ids = query.ids, s.response_ids
+            responses.append(Response(*ids, s.logprobs, correct, s.finished, reward, step, query.kind))
             entropies.append(s.entropies)
-        rewards = tuple(a.reward for a in attempts)
-        groups.append(Group(query, tuple(attempts), rewards, tuple(entropies), len(attempts)))
+        rewards = tuple(a.reward for a in responses)
+        groups.append(Group(query, tuple(responses), rewards, tuple(entropies), len(responses)))
     return groups
 
 
@@ -462,7 +462,7 @@ def resample(run: Run, groups: list[Group], step: int) -> tuple[list[Group], lis
         (mixed,) = ranks.sum([sum(not g.collapsed for g in sampled)])
         more, pool = pool[: int(wanted - mixed)], pool[int(wanted - mixed) :]
         mine = [p for p in more if ranks.owns(p.uid)]
-        sampled += respond(run, [Query(p, PLAIN, run.prompts[p.uid]) for p in mine], step)
+        sampled += rollout(run, [Prompt(p, PLAIN, run.prompts[p.uid]) for p in mine], step)
     return [g for g in sampled if not g.collapsed], sampled
 
 
@@ -474,9 +474,9 @@ def update(run: Run, groups: list[Group], step: int) -> dict[str, tuple[float, f
     c = run.config
     for options in run.optimizer.param_groups:
         options["lr"] = c.lr * min(1.0, step / max(1, c.warmup_steps))
-    parts = [rows_of(groups[m :: c.minibatches], run.ranks, c) for m in range(c.minibatches)]
+    parts = [training_examples(groups[m :: c.minibatches], run.ranks, c) for m in range(c.minibatches)]
     if c.minibatches > 1:  # the policy moves between the parts: pi_old is taken once, before the first step
-        with run.signals.phase():
+        with run.signals.interruptible():
             parts = [with_old_logprobs(run, rows) for rows in parts]
     totals: dict[str, tuple[float, float]] = {}
     for rows in parts:
@@ -486,10 +486,11 @@ def update(run: Run, groups: list[Group], step: int) -> dict[str, tuple[float, f
     return totals | {"lr": (run.optimizer.param_groups[0]["lr"], 1.0)}
 
 
-def optimise(run: Run, rows: list[Row]) -> dict[str, tuple[float, float]]:
+def optimise(run: Run, rows: list[Example]) -> dict[str, tuple[float, float]]:
     """One optimiser step on `rows` of this rank and those of the others; skipped if nothing is there or not finite."""
     c, parameters = run.config, [p for p in run.policy.parameters() if p.requires_grad]
-    with run.signals.phase() if run.whole else contextlib.nullcontext():  # not between two optimiser steps of a batch
+    between = not run.checkpointable  # two optimiser steps of a batch: not to be interrupted
+    with contextlib.nullcontext() if between else run.signals.interruptible():
         sums = gradients(run, rows)
     run.ranks.sum_gradients(parameters)
     (n_rows,) = run.ranks.sum([len(rows)])
@@ -506,7 +507,7 @@ def optimise(run: Run, rows: list[Row]) -> dict[str, tuple[float, float]]:
         if run.bad_steps >= 10:
             raise UserError(f"lr = {c.lr}: ten steps in a row had no finite loss and gradient; try a smaller one")
         return nothing | {"skipped": (1.0, 1.0)}
-    run.whole = False
+    run.checkpointable = False
     run.optimizer.step()
     _, kl, clipped, ratio, replayed = sums.tolist()
     tokens = sum(len(r.response_ids) for r in rows)
@@ -520,7 +521,7 @@ def optimise(run: Run, rows: list[Row]) -> dict[str, tuple[float, float]]:
     }
 
 
-def gradients(run: Run, rows: list[Row]) -> Tensor:
+def gradients(run: Run, rows: list[Example]) -> Tensor:
     """The gradient of the loss over `rows`, in the parameters' `.grad`; returns its sums [5] as `backward` does.
 
     Out of memory: all anew with half the token budget, for the pass that failed has added a part of its gradient.
@@ -542,7 +543,7 @@ def gradients(run: Run, rows: list[Row]) -> Tensor:
     )
 
 
-def backward(run: Run, rows: list[Row]) -> Tensor:
+def backward(run: Run, rows: list[Example]) -> Tensor:
     """Adds a micro-batch's gradient; returns sums [5]: loss, KL, clipped tokens, ratio and tokens of replayed ones."""
     c, device = run.config, run.ranks.device
     lengths = torch.tensor([len(r.response_ids) for r in rows], device=device)
@@ -567,14 +568,14 @@ def backward(run: Run, rows: list[Row]) -> Tensor:
     return torch.stack([loss.detach(), sums["kl"], sums["clip_fraction"], ratio, replayed.sum()]).double()
 
 
-def logprobs(run: Run, model, rows: list[Row]) -> Tensor:
+def logprobs(run: Run, model, rows: list[Example]) -> Tensor:
     """log pi of all response tokens of `rows`, [N] fp32, at the sampling temperature."""
     with machine.autocast(run.ranks.device, run.config.dtype):
         return lm.token_logprobs(model, [(r.prompt_ids, r.response_ids) for r in rows], run.config.temperature)[0]
 
 
 @torch.no_grad()
-def with_old_logprobs(run: Run, rows: list[Row]) -> list[Row]:
+def with_old_logprobs(run: Run, rows: list[Example]) -> list[Example]:
     """The rows with pi_old of the current policy where none was recorded."""
     out = list(rows)
     for batch in lm.micro_batches([len(r.prompt_ids) + len(r.response_ids) for r in rows], run.config.token_budget):
@@ -602,12 +603,12 @@ def train(config: Config) -> None:
             groups, sampled = collect(run, batch_of(run, step), epoch, step)  # 2-7
             middle = time.perf_counter()
             learning = update(run, groups, step)  # 8
-            run.whole = False
+            run.checkpointable = False
             for g in sampled:
-                run.buffer.add(g.uid, g.attempts)  # 9
+                run.buffer.add(g.uid, g.responses)  # 9
             run.step = step
             log_step(run, bar, epoch, groups, sampled, learning, (middle - start, time.perf_counter() - middle))
-            run.whole = True
+            run.checkpointable = True
             if step == run.steps or step % config.save_every == 0:
                 save(run)
         bar.close()

@@ -1,7 +1,7 @@
 """replay.py: what each query has seen: the sample buffer S of Algorithm 1 and the past accuracy of every query.
 
     buffer = ReplayBuffer(per_query=8, window=32, min_history=8)
-    buffer.add(uid, attempts)                          # line 8: S <- S u fresh samples
+    buffer.add(uid, responses)                          # line 8: S <- S u fresh samples
     buffer.recall(uid, correct=True, k=2, rng=rng)     # CCR: past successes of this query
     buffer.failure(uid, rng)                           # ISR: o_h, a past failure to reflect on
     buffer.accuracy(uid)                               # ISR: mean past accuracy, None while too little is known
@@ -23,7 +23,7 @@ PLAIN, REFLECTION = "plain", "reflection"  # the two kinds of prompt
 
 
 @dataclass(frozen=True)
-class Attempt:
+class Response:
     """One verified response. L = len(response_ids), the end-of-sequence token included."""
 
     prompt_ids: Sequence[int]
@@ -41,32 +41,32 @@ class ReplayBuffer:
 
     def __init__(self, per_query: int = 8, window: int = 32, min_history: int = 1):
         self.per_query, self.window, self.min_history = per_query, window, min_history
-        self.attempts: dict[tuple[str, bool], deque[Attempt]] = {}
+        self.responses: dict[tuple[str, bool], deque[Response]] = {}
         self.verdicts: dict[str, deque[bool]] = {}
 
     def __len__(self) -> int:
-        return sum(len(kept) for kept in self.attempts.values())
+        return sum(len(kept) for kept in self.responses.values())
 
-    def add(self, uid: str, samples: Iterable[Attempt]) -> None:
+    def add(self, uid: str, samples: Iterable[Response]) -> None:
         """Remembers fresh samples of `uid`; the oldest beyond the bound are forgotten. Never give it replayed ones."""
         for attempt in samples:
-            kept = self.attempts.setdefault((uid, bool(attempt.correct)), deque(maxlen=self.per_query))
+            kept = self.responses.setdefault((uid, bool(attempt.correct)), deque(maxlen=self.per_query))
             kept.append(attempt)
             if attempt.kind == PLAIN:
                 self.verdicts.setdefault(uid, deque(maxlen=self.window)).append(bool(attempt.correct))
 
-    def recall(self, uid: str, correct: bool, k: int, rng, kind: str = PLAIN) -> list[Attempt]:
+    def recall(self, uid: str, correct: bool, k: int, rng, kind: str = PLAIN) -> list[Response]:
         """At most `k` different stored samples of `uid` with this verdict, those of the same prompt kind first.
 
         rng: anything with `.random()` (random.Random, numpy Generator); it orders the candidates of each kind.
         """
-        stored = self.attempts.get((uid, correct), ())
+        stored = self.responses.get((uid, correct), ())
         shuffled = sorted(stored, key=lambda attempt: (attempt.kind != kind, rng.random()))
         return shuffled[:k]
 
-    def failure(self, uid: str, rng) -> Attempt | None:
+    def failure(self, uid: str, rng) -> Response | None:
         """A stored failure to reflect on, or None: finished ones first, then those of plain prompts (SPEC 4)."""
-        stored = self.attempts.get((uid, False), ())
+        stored = self.responses.get((uid, False), ())
         return min(stored, key=lambda a: (not a.finished, a.kind != PLAIN, rng.random()), default=None)
 
     def accuracy(self, uid: str) -> float | None:
@@ -83,11 +83,11 @@ class ReplayBuffer:
         "index": list of records, "verdicts": uid -> list of 0 / 1}.
         """
         tokens, logprobs, index = [], [], []
-        for (uid, _), kept in self.attempts.items():
+        for (uid, _), kept in self.responses.items():
             for a in kept:
                 tokens += [np.asarray(a.prompt_ids, np.int32), np.asarray(a.response_ids, np.int32)]
                 logprobs.append(np.asarray(a.logprobs, np.float32))
-                small = {f.name: getattr(a, f.name) for f in fields(Attempt)[3:]}
+                small = {f.name: getattr(a, f.name) for f in fields(Response)[3:]}
                 index.append({"uid": uid, "lengths": [len(a.prompt_ids), len(a.response_ids)], **small})
         return {
             "tokens": torch.from_numpy(np.concatenate(tokens) if tokens else np.zeros(0, np.int32)),
@@ -101,7 +101,7 @@ class ReplayBuffer:
 
         `keep(uid)` chooses the uids of this rank, so that a resume with another number of ranks re-shards.
         """
-        self.attempts.clear()
+        self.responses.clear()
         self.verdicts.clear()
         for state in states:
             self._merge(state, keep)
@@ -115,8 +115,8 @@ class ReplayBuffer:
             t, at = t + P + L, at + L
             if keep(uid):
                 small = {k: v for k, v in record.items() if k not in ("uid", "lengths")}
-                attempt = Attempt(prompt.tolist(), response.tolist(), logp.copy(), **small)
-                self.attempts.setdefault((uid, attempt.correct), deque(maxlen=self.per_query)).append(attempt)
+                attempt = Response(prompt.tolist(), response.tolist(), logp.copy(), **small)
+                self.responses.setdefault((uid, attempt.correct), deque(maxlen=self.per_query)).append(attempt)
         for uid, seen in state["verdicts"].items():
             if keep(uid):
                 self.verdicts[uid] = deque(map(bool, seen), maxlen=self.window)

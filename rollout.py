@@ -84,7 +84,7 @@ class Request:
 def prompt_seeds(seed: int | Sequence[int], prompts: int) -> list[int]:
     """One seed a prompt: given, or derived from one seed and the prompt's index."""
     if isinstance(seed, int):
-        return [gumbel.stream(seed, index) for index in range(prompts)]
+        return [gumbel.derive_seed(seed, index) for index in range(prompts)]
     if len(seed) != prompts:
         raise UserError(f"seed: found {len(seed)} seeds for {prompts} prompts, allowed: one, or one a prompt")
     return [int(value) for value in seed]
@@ -123,11 +123,11 @@ class Rows:
         """Rows `places` become what rows `sources`, the same in another order, were."""
         self.state[:, places], self.in_use[places] = self.state[:, sources], self.in_use[sources]
 
-    def draw(self, burst: np.ndarray) -> np.ndarray:
-        """Records `burst` (steps, 3, B or more): tokens, log-probs, entropies. Returns the rows that ended; what was
+    def draw(self, chunk: np.ndarray) -> np.ndarray:
+        """Records `chunk` (steps, 3, B or more): tokens, log-probs, entropies. Returns the rows that ended; what was
         drawn behind an end is cut."""
         going = self.in_use.copy()
-        for token, logprob, h in burst:
+        for token, logprob, h in chunk:
             rows = np.flatnonzero(going)
             record, position, token = self.record[rows], self.position[rows], token[rows].astype(np.int64)
             self.tokens[record, position] = token
@@ -249,7 +249,7 @@ class Sampler:
                     return results
                 if not self.fixed_shapes and step % SORT_EVERY == 0:
                     self._move(rows, *misplaced(rows.length[:B]))
-                for row in rows.draw(self._burst(rows.state, B, temperature, top_p)):
+                for row in rows.draw(self._decode_chunk(rows.state, B, temperature, top_p)):
                     request, sample = rows.release(row)
                     results[request.prompt.index][request.sample] = sample
                     self.tokens += len(sample.response_ids)
@@ -264,7 +264,7 @@ class Sampler:
             if not 1 <= len(ids) <= most:
                 raise UserError(f"prompt {index}: found {len(ids)} tokens, allowed: 1 to {most} (max_len - 1)")
             prompt, budget = Prompt(index, tuple(ids)), min(max_new_tokens, self.max_len - len(ids))
-            waiting += [Request(prompt, j, gumbel.stream(own_seed, j), budget) for j in range(n)]
+            waiting += [Request(prompt, j, gumbel.derive_seed(own_seed, j), budget) for j in range(n)]
         return waiting
 
     @contextlib.contextmanager
@@ -311,10 +311,10 @@ class Sampler:
             self.cache.move(places, sources, int(rows.length[sources].max()))
             rows.move(places, sources)
 
-    def _burst(self, state: np.ndarray, B: int, temperature: float, top_p: float) -> np.ndarray:
+    def _decode_chunk(self, state: np.ndarray, B: int, temperature: float, top_p: float) -> np.ndarray:
         """`eos_every` steps of rows 0..B-1 (or more) -> (steps, 3, rows): tokens, log-probs, entropies."""
         self.state.copy_(torch.from_numpy(state[:4]))
-        reach = np.minimum(state[1, :B] + self.eos_every, self.max_len)  # positions cached after the burst
+        reach = np.minimum(state[1, :B] + self.eos_every, self.max_len)  # positions cached after the chunk
         if self.fixed_shapes:
             B = round_up(B, 1, self.slots)
             segments = ((0, B, round_up(int(reach.max()), 256, self.max_len)),)
@@ -364,7 +364,7 @@ def naive_generate(
 ) -> list[list[Sample]]:
     """What Sampler.generate returns, by a full forward of one sequence for each token."""
 
-    def respond(prompt, seed) -> Sample:
+    def one(prompt, seed) -> Sample:
         ids, drawn = list(prompt), []
         while len(drawn) < max_new_tokens and (not drawn or drawn[-1][0] not in eos_ids):
             logits = model(torch.tensor([ids], device=model.device)).logits[:, -1]
@@ -375,4 +375,4 @@ def naive_generate(
         return Sample(tuple(prompt), response, *np.array(stats, dtype=np.float32), response[-1] in eos_ids)
 
     seeds = prompt_seeds(seed, len(prompts))
-    return [[respond(p, gumbel.stream(s, j)) for j in range(n)] for p, s in zip(prompts, seeds, strict=True)]
+    return [[one(p, gumbel.derive_seed(s, j)) for j in range(n)] for p, s in zip(prompts, seeds, strict=True)]

@@ -1,9 +1,9 @@
-"""verify.py: is this the answer? The reward of training and the judge of eval.py, so that both agree.
+"""verify.py: is this the answer? The reward of training and the verifier of eval.py, so that both agree.
 
     verify.grade(response, answer) -> bool               answer: a string, or a list of which any may match
-    with verify.Judge(workers=2) as judge:               the same for many answers, beside other work
-        verdict = judge.submit(response, answer, uid)    returns at once
-        verdict.result() -> bool; judge.killed           answers that ran into a limit so far: each is wrong
+    with verify.Verifier(workers=2) as verifier:               the same for many answers, beside other work
+        verdict = verifier.submit(response, answer, uid)    returns at once
+        verdict.result() -> bool; verifier.killed           answers that ran into a limit so far: each is wrong
     verify.check(problems) -> list[Fault]                the reference answers that are unfit, and why
     python verify.py --check FILE                        the same, printed with file and line
 
@@ -98,10 +98,10 @@ def last_box(text: str) -> tuple[bool, str | None]:
     return opened, box if box and box.strip() else None
 
 
-# 2. The judge
+# 2. The verifier
 
 
-class Judge:
+class Verifier:
     """Grades answers, those that need algebra in worker processes.
 
     workers: how many at most (each about 100 MB); none starts before an answer needs it.
@@ -147,7 +147,7 @@ class Judge:
             self._reset()  # a forked child has its parent's threads and workers in name only
         with self._lock:
             if self._closed:
-                raise RuntimeError("this Judge is closed")
+                raise RuntimeError("this Verifier is closed")
             self._tasks.put(task)
             if len(self._threads) < self.workers:
                 thread = threading.Thread(target=self._serve, name="verify", daemon=True)
@@ -211,14 +211,14 @@ class Judge:
         for thread in self._threads:
             thread.join()
 
-    def __enter__(self) -> Judge:
+    def __enter__(self) -> Verifier:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-_shared = Judge()
+_shared = Verifier()
 
 
 def grade(response: str, answer: str | Sequence[str]) -> bool:

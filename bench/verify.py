@@ -1,4 +1,4 @@
-"""Answers graded a second: verify.Judge against math-verify called directly, on the same answers in one run.
+"""Answers graded a second: verify.Verifier against math-verify called directly, on the same answers in one run.
 
     python bench/verify.py [--data DIR] [--answers 2000] [--workers 2]
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from verify import Judge, extract
+from verify import Verifier, extract
 
 DERIVATION = "Let us set up the condition and solve it step by step, as $a_{k}$ is even for $k = 3$. " * 20
 
@@ -67,10 +67,10 @@ def altered(answer: str, rng: random.Random) -> str:
 
 def ours(pairs: list[tuple[str, str]], workers: int) -> tuple[list[bool], float, int]:
     """(verdicts, seconds, how many the calling process settled)"""
-    with Judge(workers=workers) as judge:
-        judge.submit(r"\boxed{1}", r"\int_0^1 x\,dx").result()
+    with Verifier(workers=workers) as verifier:
+        verifier.submit(r"\boxed{1}", r"\int_0^1 x\,dx").result()
         start = time.perf_counter()
-        verdicts = [judge.submit(response, reference) for response, reference in pairs]
+        verdicts = [verifier.submit(response, reference) for response, reference in pairs]
         settled = sum(verdict.done() for verdict in verdicts)
         results = [verdict.result() for verdict in verdicts]
         return results, time.perf_counter() - start, settled

@@ -3,8 +3,8 @@
     config = parse(Config, ["--config", "configs/tiny.yaml", "--lr=1e-4", "--resume"])
 
 A field is `int`, `float`, `bool`, `str` or one of these `| None`, its module begins with `from __future__ import
-annotations`, and `knob` and `choice` say what it may be. Every mistake is a UserError that names file and line, or the
-argument. Left out: nested keys, includes, interpolation.
+annotations`; `bounded` and `one_of` say what it may be. Every mistake is a UserError that names file and line, or
+the argument. Left out: nested keys, includes, interpolation.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import yaml
 from runtime.errors import UserError, nearest
 
 
-def knob(default, low=None, high=None, above=None, below=None):
+def bounded(default, low=None, high=None, above=None, below=None):
     """A numeric config field with its bounds: low <= value <= high, above < value < below."""
     return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above, "below": below})
 
 
-def choice(*allowed: str):
+def one_of(*allowed: str):
     """A config field that takes one of `allowed`; the first is the default."""
     return dataclasses.field(default=allowed[0], metadata={"allowed": allowed})
 

@@ -36,7 +36,7 @@ from runtime.files import append, fsync, json_line, read_jsonl, write_atomically
 from runtime.problems import Problem, load
 from runtime.ranks import Ranks
 from runtime.signals import Signals
-from verify import Judge
+from verify import Verifier
 
 
 @dataclass
@@ -51,14 +51,14 @@ class Run:
     sampler: Sampler
     optimizer: torch.optim.Optimizer
     buffer: ReplayBuffer
-    judge: Judge
+    verifier: Verifier
     signals: Signals
     problems: list[Problem]
     prompts: dict[str, list[int]]  # plain prompt ids of each uid
     eval_problems: list[Problem]
     logs: Logs | None = None
     step: int = 0  # finished ones
-    whole: bool = True  # policy, optimiser, buffer and logs are all those of `step`
+    checkpointable: bool = True  # policy, optimiser, buffer and logs are all those of `step`
     saved: int = 0  # the step of the newest checkpoint
     evaluated: int = -1  # the step of the last evaluation
     bad_steps: int = 0  # in a row, with a loss or gradient that was not finite
@@ -92,7 +92,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
         reference = lm.load(c.model, ranks.device, dtype, c.trust_remote_code)[0].requires_grad_(False)
     if c.gradient_checkpointing:
         policy.gradient_checkpointing_enable({"use_reentrant": False})
-    judge = stack.enter_context(Judge())
+    verifier = stack.enter_context(Verifier())
     prompts = {p.uid: plain_prompt(p, tokenizer, c) for p in problems}
     problems, left_out = usable(problems, prompts, c)
     shared = dtype == torch.float32  # then the sampler runs the policy's own module
@@ -103,8 +103,8 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, min(longest, lm.positions(policy)))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
     buffer = ReplayBuffer(c.buffer_per_query, window=c.history, min_history=c.min_history)
-    parts = (policy, reference, tokenizer, sampler, optimizer, buffer, judge, signals, problems, prompts, eval_problems)
-    run = Run(c, ranks, *parts)
+    parts = policy, reference, tokenizer, sampler, optimizer, buffer, verifier, signals, problems, prompts
+    run = Run(c, ranks, *parts, eval_problems)
     if folder:
         state = checkpoint.load(folder, policy, optimizer, buffer, ranks)
         if state["problems"] != fingerprint(problems) and not c.override_config:
@@ -159,14 +159,14 @@ def fingerprint(problems: list[Problem]) -> int:
 
 def describe(groups: Sequence, suffix: str = "") -> dict[str, tuple[float, float]]:
     """name -> (sum, weight) over freshly sampled groups; entropy is weighted by tokens."""
-    attempts = [a for g in groups for a in g.attempts]
-    n, tokens = len(attempts), sum(len(a.response_ids) for a in attempts)
+    responses = [a for g in groups for a in g.responses]
+    n, tokens = len(responses), sum(len(a.response_ids) for a in responses)
     pairs = {
-        "reward": (sum(a.reward for a in attempts), n),
-        "accuracy": (sum(a.correct for a in attempts), n),
+        "reward": (sum(a.reward for a in responses), n),
+        "accuracy": (sum(a.correct for a in responses), n),
         "solve_all": (sum(g.collapsed == "all" for g in groups), len(groups)),
         "solve_none": (sum(g.collapsed == "none" for g in groups), len(groups)),
-        "truncated": (sum(not a.finished for a in attempts), n),
+        "truncated": (sum(not a.finished for a in responses), n),
         "response_tokens": (tokens, n),
         "entropy": (sum(float(H.sum(dtype=np.float64)) for g in groups for H in g.entropies), tokens),
     }
@@ -175,21 +175,21 @@ def describe(groups: Sequence, suffix: str = "") -> dict[str, tuple[float, float
 
 def log_step(run: Run, bar, epoch: int, groups, sampled, learning, seconds: tuple[float, float]) -> None:
     """One row of metrics.jsonl, a few responses for samples.jsonl, and the bar."""
-    kinds = {kind: [g for g in sampled if g.query.kind == kind] for kind in (PLAIN, REFLECTION)}
+    kinds = {kind: [g for g in sampled if g.prompt.kind == kind] for kind in (PLAIN, REFLECTION)}
     once = float(run.ranks.main)  # a count is a sum over ranks: (count, 1) on one rank, (count, 0) on the others
     pairs = {
         **describe(kinds[PLAIN]),
-        "replayed": (sum(len(g.attempts) - g.fresh for g in groups), once),
+        "replayed": (sum(len(g.responses) - g.n_fresh for g in groups), once),
         "reflected": (len(kinds[REFLECTION]), once),
-        "ranked": (sum(g.ranked for g in groups), once),
+        "ranked": (sum(g.n_ranked for g in groups), once),
         **learning,
         "seconds_load": (run.sampler.load_seconds, 1),
         "seconds_rollout": (seconds[0], 1),
         "seconds_update": (seconds[1], 1),
-        "tokens_per_second": (sum(len(a.response_ids) for g in sampled for a in g.attempts) / sum(seconds), once),
+        "tokens_per_second": (sum(len(a.response_ids) for g in sampled for a in g.responses) / sum(seconds), once),
         "peak_memory_gb": (machine.peak_memory_gb(run.ranks.device), 1),
         **describe(kinds[REFLECTION], "/reflection"),
-        "judge_killed": (run.judge.killed, once),
+        "verifier_killed": (run.verifier.killed, once),
     }
     row = {"step": run.step, "epoch": epoch, **run.ranks.mean(pairs)}
     if run.ranks.main:
@@ -203,19 +203,19 @@ def log_step(run: Run, bar, epoch: int, groups, sampled, learning, seconds: tupl
 
 def sample_record(run: Run, group) -> dict:
     """A group's first response as a reader of samples.jsonl sees it."""
-    a = group.attempts[0]
+    a = group.responses[0]
     return {
         "step": run.step,
         "uid": group.uid,
-        "kind": group.query.kind,
+        "kind": group.prompt.kind,
         "prompt": run.tokenizer.decode(a.prompt_ids),
         "response": run.tokenizer.decode(a.response_ids),
-        "answer": group.query.problem.answer,
+        "answer": group.prompt.problem.answer,
         "correct": a.correct,
         "finished": a.finished,
         "reward": group.rewards[0],
         "rewards_of_group": list(group.rewards),
-        "replayed": len(group.attempts) - group.fresh,
+        "replayed": len(group.responses) - group.n_fresh,
     }
 
 
@@ -233,10 +233,10 @@ def evaluate(run: Run) -> None:
     run.sampler.load(run.policy)
     shown = {"disable": not run.ranks.main, "mininterval": 0.5, "leave": False}
     bar = tqdm(total=len(mine) * c.eval_n, unit="answer", desc=f"eval at step {run.step}", **shown)
-    with bar, run.signals.phase():
+    with bar, run.signals.interruptible():
         answers = evaluation.evaluate(
             run.sampler,
-            run.judge,
+            run.verifier,
             run.tokenizer,
             [plain_prompt(p, run.tokenizer, c) for p in mine],
             mine,
@@ -257,7 +257,7 @@ def evaluate(run: Run) -> None:
 def save(run: Run) -> None:
     """A checkpoint of the last finished step, unless there is one; nothing where a step has begun to change the run."""
     c = run.config
-    if not run.whole or run.step == run.saved:
+    if not run.checkpointable or run.step == run.saved:
         return
     if not all(p.isfinite().all() for p in run.policy.parameters()):
         raise UserError(f"lr = {c.lr}: weights are not finite after step {run.step}, not saved; try a smaller one")

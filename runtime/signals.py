@@ -2,7 +2,7 @@
 
     signals = Signals(grace_seconds, ranks)
     with signals.saving(save):            # what `save` saves is the last finished step
-        with signals.phase():             # work that may be abandoned at any moment
+        with signals.interruptible():             # work that may be abandoned at any moment
             ...
 
 Exit codes are 143 and 130, as a shell expects. Left out: saving in the middle of a step; a step changes nothing before
@@ -32,7 +32,7 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """SIGTERM and Ctrl-C: the run abandons the `phase` that it is in, or finishes its step, saves and exits.
+    """SIGTERM and Ctrl-C: the run abandons its `interruptible` block, or finishes its step; then it saves and exits.
 
     A second signal, or `grace_seconds` after the first, ends the process at once: a thread of its own sees to that, for
     the main one may be deep in a kernel or a collective call. Before `saving` is entered there is nothing to save, and
@@ -41,7 +41,7 @@ class Signals:
 
     def __init__(self, grace_seconds: float, ranks: Ranks):
         self.grace, self.ranks = grace_seconds, ranks
-        self.code, self.begun, self.in_phase = 0, False, False
+        self.code, self.begun, self.may_stop = 0, False, False
         self.arrivals, arrive = os.pipe()  # the C handler writes each signal's number, even while Python is not running
         os.set_blocking(arrive, False)
         self.handlers = {s: signal.signal(s, self.receive) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -56,7 +56,7 @@ class Signals:
             sys.exit(self.code)
         with contextlib.suppress(OSError):  # not print: it may be what the signal interrupted
             os.write(2, f"\nsignal {number}: stopping; the last finished step will be saved\n".encode())
-        if self.in_phase:
+        if self.may_stop:
             raise Stopped(self.code)
 
     def watch(self) -> None:
@@ -73,16 +73,16 @@ class Signals:
             raise Stopped(int(max(codes)))
 
     @contextlib.contextmanager
-    def phase(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Work that changes nothing which a checkpoint holds, without collective calls: a signal ends it anywhere.
 
         At its end all ranks stop or none.
         """
         self.check_all()
         with contextlib.suppress(Stopped):
-            self.in_phase = True
+            self.may_stop = True
             yield
-            self.in_phase = False
+            self.may_stop = False
         self.check_all()
 
     @contextlib.contextmanager

@@ -127,7 +127,7 @@ def _nucleus(logits, temperature, top_p):
     return logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
 
 
-def stream(*key: int) -> int:
+def derive_seed(*key: int) -> int:
     """A 63-bit seed from a key of integers, the same on every machine: a random stream for each request."""
     digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -36,7 +36,7 @@ try:
 except ImportError:
     flash_attn_with_kvcache = None
 
-PLAIN = "a causal model with plain attention in every layer"
+SUPPORTED = "a causal model with plain attention in every layer"
 
 
 # ---- what a model needs
@@ -51,7 +51,7 @@ def attention_shape(model, max_len: int) -> tuple[int, int, int]:
     refused = kinds & {"dynamic", "longrope"}  # their angles depend on the longest row of the batch
     refused |= set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if refused:
-        raise UserError(f"model {config.model_type}: found {', '.join(sorted(refused))}, allowed: {PLAIN}")
+        raise UserError(f"model {config.model_type}: found {', '.join(sorted(refused))}, allowed: {SUPPORTED}")
 
     def attend(layer, q, k, v, scale):
         calls.append((layer, k.shape[1:], v.shape[1:]))
@@ -63,7 +63,7 @@ def attention_shape(model, max_len: int) -> tuple[int, int, int]:
         model(input_ids=token, position_ids=token, use_cache=False, slot_cache=probe)
     heads = tuple(calls[0][1]) if calls else ()
     if not calls or calls != [(layer, heads, heads) for layer in range(config.num_hidden_layers)]:
-        raise UserError(f"model {config.model_type}: found layers of other kinds, allowed: {PLAIN}")
+        raise UserError(f"model {config.model_type}: found layers of other kinds, allowed: {SUPPORTED}")
     return len(calls), *heads
 
 
@@ -93,7 +93,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, slot_cac
     if (options.get("sliding_window") or slot_cache.max_len) < slot_cache.max_len:
         refused.append(f"a sliding window of {options['sliding_window']} positions under max_len {slot_cache.max_len}")
     if refused:
-        raise UserError(f"model {module.config.model_type}: found {', '.join(refused)}, allowed: {PLAIN}")
+        raise UserError(f"model {module.config.model_type}: found {', '.join(refused)}, allowed: {SUPPORTED}")
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))  # a rotation may have made it fp32
     return slot_cache.attend(module.layer_idx, q, k, v, scaling)[None], None
 

@@ -83,30 +83,30 @@ def problem_file(tmp_path) -> Path:
 def fresh_group(uid: str, correct: list[bool], seed: int = 0, kind: str = "plain"):
     """A sampled group with random responses of 2 to 7 tokens and these verdicts."""
     import r3
-    from replay import Attempt
+    from replay import Response
     from runtime.problems import Problem
 
     random = np.random.default_rng(seed)
-    query = r3.Query(Problem(uid, f"problem {uid}", "1", "here"), kind, [3, 4, 5])
-    attempts, entropies = [], []
+    query = r3.Prompt(Problem(uid, f"problem {uid}", "1", "here"), kind, [3, 4, 5])
+    responses, entropies = [], []
     for right in correct:
         length = 6 if len(correct) == 1 else int(random.integers(2, 8))
         ids, logp = random.integers(3, 200, length).tolist(), random.normal(-2, 0.5, length).astype(np.float32)
-        attempts.append(Attempt(query.prompt_ids, ids, logp, right, True, float(right), 1, kind))
+        responses.append(Response(query.ids, ids, logp, right, True, float(right), 1, kind))
         entropies.append(random.uniform(0, 2, length).astype(np.float32))
-    rewards = tuple(a.reward for a in attempts)
-    return r3.Group(query, tuple(attempts), rewards, tuple(entropies), len(attempts))
+    rewards = tuple(a.reward for a in responses)
+    return r3.Group(query, tuple(responses), rewards, tuple(entropies), len(responses))
 
 
 def train_run(policy, **changes):
-    """A Run with what an update needs: the policy, its optimiser, one rank; no reference, sampler or judge."""
+    """A Run with what an update needs: the policy, its optimiser, one rank; no reference, sampler or verifier."""
     import r3
     from runtime import ranks as machine
     from runtime import run
 
     config = r3.Config(**{"beta": 0.0, "dtype": "float32", "device": "cpu", "lr": 1e-3, **changes})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0)
-    signals = types.SimpleNamespace(phase=contextlib.nullcontext)
+    signals = types.SimpleNamespace(interruptible=contextlib.nullcontext)
     empty = {f.name: None for f in dataclasses.fields(run.Run) if f.default is dataclasses.MISSING}
     parts = {"ranks": machine.Ranks(0, 1, torch.device("cpu")), "optimizer": optimizer, "signals": signals}
     return run.Run(**{**empty, **parts, "config": config, "policy": policy})

@@ -1,5 +1,5 @@
 """What goes wrong in a run of days, injected: each fault is skipped, retried or ends the run with its state saved."""
-# ruff: noqa: F401, F811  the fixtures short_model, start and whole are imported
+# ruff: noqa: F401, F811  the fixtures short_model, start and unbroken are imported
 
 import math
 import os
@@ -10,8 +10,8 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_signals import AlgebraJudge, descendants
-from tiny_run import RuleJudge, assert_same_run, at, checkpoints, crash, rows, short_model, start, whole
+from test_signals import AlgebraVerifier, descendants
+from tiny_run import RuleVerifier, assert_same_run, at, checkpoints, crash, rows, short_model, start, unbroken
 
 import r3
 import rollout
@@ -138,18 +138,18 @@ def test_sampling_from_logits_that_are_not_finite_names_the_query(start, tmp_pat
 # ------------------------------------------------------------------------------------------------ nothing to learn from
 
 
-def judge_that_says(right: bool):
-    class Judge(RuleJudge):
+def verifier_that_says(right: bool):
+    class Verifier(RuleVerifier):
         def submit(self, response, answer, uid=""):
             return super().submit("" if right else "x", answer, uid)
 
-    return Judge
+    return Verifier
 
 
 @pytest.mark.parametrize("changes", [{"dynamic_sampling": True}, {"length_reward": 0}], ids=str)
 def test_step_whose_groups_are_all_filtered_is_skipped(start, tmp_path, short_model, changes, monkeypatch):
     """Neither weights nor moments change, and weight decay does not act alone."""
-    monkeypatch.setattr("tiny_run.RuleJudge", judge_that_says(False))
+    monkeypatch.setattr("tiny_run.RuleVerifier", verifier_that_says(False))
     run_dir = start(tmp_path / "run", rank=False, weight_decay=0.1, **changes)
     assert [row["skipped"] for row in rows(run_dir) if "skipped" in row] == [1] * 6
     assert same(weights(run_dir, 6), load_file(short_model / "model.safetensors"))
@@ -158,7 +158,7 @@ def test_step_whose_groups_are_all_filtered_is_skipped(start, tmp_path, short_mo
 # -------------------------------------------------------------------------------------------------------- out of memory
 
 
-def test_micro_batch_without_memory_is_halved_and_leaves_no_gradient(whole, start, tmp_path, monkeypatch):
+def test_micro_batch_without_memory_is_halved_and_leaves_no_gradient(unbroken, start, tmp_path, monkeypatch):
     """The fault strikes after the micro-batch's gradient was added, which is the worst moment."""
     budgets, original, micro_batches = [], r3.backward, r3.lm.micro_batches
 
@@ -172,7 +172,7 @@ def test_micro_batch_without_memory_is_halved_and_leaves_no_gradient(whole, star
         budgets.append(token_budget)
         return micro_batches(lengths, token_budget)
 
-    expected = whole(token_budget=64)
+    expected = unbroken(token_budget=64)
     monkeypatch.setattr(r3, "backward", backward)
     monkeypatch.setattr(r3.lm, "micro_batches", noting_budget)
     run_dir = start(tmp_path / "run", token_budget=128)
@@ -217,7 +217,7 @@ def test_no_memory_anywhere_else_is_one_line_that_says_what_helps(start, tmp_pat
 
 
 def test_worker_that_dies_is_replaced_and_the_run_goes_on(start, tmp_path, monkeypatch):
-    monkeypatch.setattr("tiny_run.RuleJudge", AlgebraJudge)
+    monkeypatch.setattr("tiny_run.RuleVerifier", AlgebraVerifier)
     killed = []
 
     def kill_workers(result, *_):
@@ -233,16 +233,16 @@ def test_worker_that_dies_is_replaced_and_the_run_goes_on(start, tmp_path, monke
 
 
 def test_worker_that_cannot_start_ends_the_run_with_its_state_saved(start, tmp_path, monkeypatch):
-    monkeypatch.setattr("tiny_run.RuleJudge", AlgebraJudge)
+    monkeypatch.setattr("tiny_run.RuleVerifier", AlgebraVerifier)
     monkeypatch.setattr(verify.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="worker did not start"):
         start(tmp_path / "run", eval_data="")
 
 
-def test_judge_that_raises_ends_the_run_with_its_state_saved(whole, start, tmp_path):
-    with at(RuleJudge, "submit", 60, crash), pytest.raises(RuntimeError, match="a fault that a test injected"):
+def test_judge_that_raises_ends_the_run_with_its_state_saved(unbroken, start, tmp_path):
+    with at(RuleVerifier, "submit", 60, crash), pytest.raises(RuntimeError, match="a fault that a test injected"):
         start(tmp_path / "run", save_every=99)
     finished = max(row["step"] for row in rows(tmp_path / "run") if "loss" in row)
     assert list(checkpoints(tmp_path / "run")) == [f"step_{finished:06d}"]
     start(tmp_path / "run", save_every=99, resume=True)
-    assert_same_run(whole(save_every=99), tmp_path / "run", last_checkpoint_only=True)
+    assert_same_run(unbroken(save_every=99), tmp_path / "run", last_checkpoint_only=True)

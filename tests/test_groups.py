@@ -16,7 +16,7 @@ C = r3.Config()
 
 def truncated(group: r3.Group) -> r3.Group:
     """The same group, none of whose responses finished."""
-    return replace(group, attempts=tuple(replace(a, finished=False, correct=False) for a in group.attempts))
+    return replace(group, responses=tuple(replace(a, finished=False, correct=False) for a in group.responses))
 
 
 # ---- outcome reward --------------------------------------------------------------------------------------------------
@@ -91,21 +91,21 @@ def test_ranking_never_lifts_a_failure_to_a_success():
 
 def test_only_truncated_responses_of_an_all_wrong_group_are_ranked():
     wrong = truncated(fresh_group("a", [False] * 4, seed=1))
-    finished = replace(wrong, attempts=(replace(wrong.attempts[0], finished=True), *wrong.attempts[1:]))
+    finished = replace(wrong, responses=(replace(wrong.responses[0], finished=True), *wrong.responses[1:]))
     ranked = r3.rank_failures(finished, C)
-    assert ranked.ranked == 3 and ranked.rewards[0] == 0.0 and sum(ranked.rewards) == pytest.approx(3 * 0.25)
-    assert r3.rank_failures(finished, replace(C, rank_on="failed")).ranked == 4
+    assert ranked.n_ranked == 3 and ranked.rewards[0] == 0.0 and sum(ranked.rewards) == pytest.approx(3 * 0.25)
+    assert r3.rank_failures(finished, replace(C, rank_on="failed")).n_ranked == 4
     mixed = fresh_group("a", [True, False, False])
     assert r3.rank_failures(mixed, C) is mixed
     single = truncated(fresh_group("a", [False, False]))
-    single = replace(single, attempts=(single.attempts[0], replace(single.attempts[1], finished=True)))
+    single = replace(single, responses=(single.responses[0], replace(single.responses[1], finished=True)))
     assert r3.rank_failures(single, C) is single
 
 
 def test_ranking_makes_a_new_group_and_leaves_the_stored_reward_alone():
     wrong = truncated(fresh_group("a", [False] * 3, seed=2))
     ranked = r3.rank_failures(wrong, C)
-    assert wrong.rewards == (0.0, 0.0, 0.0) and ranked.attempts == wrong.attempts
+    assert wrong.rewards == (0.0, 0.0, 0.0) and ranked.responses == wrong.responses
 
 
 # ---- replay into groups ----------------------------------------------------------------------------------------------
@@ -121,30 +121,30 @@ def test_collapse_is_decided_on_the_verdict_not_on_shaped_rewards():
 @pytest.mark.parametrize("verdict", [True, False])
 def test_a_collapsed_group_gets_k_stored_responses_of_the_opposite_verdict(verdict):
     buffer = ReplayBuffer()
-    buffer.add("a", fresh_group("a", [not verdict] * 5 + [verdict] * 5).attempts)
-    mixed = r3.recall_opposites(fresh_group("a", [verdict] * 4), buffer, C, random.Random(0))
-    injected = mixed.attempts[mixed.fresh :]
-    assert mixed.fresh == 4 and len(injected) == C.replay_k and all(a.correct is not verdict for a in injected)
+    buffer.add("a", fresh_group("a", [not verdict] * 5 + [verdict] * 5).responses)
+    mixed = r3.inject_replay(fresh_group("a", [verdict] * 4), buffer, C, random.Random(0))
+    injected = mixed.responses[mixed.n_fresh :]
+    assert mixed.n_fresh == 4 and len(injected) == C.replay_k and all(a.correct is not verdict for a in injected)
     assert mixed.rewards[4:] == tuple(a.reward for a in injected)
     assert r3.group_advantages(mixed.rewards, 1.0, 1e-4).abs().min() > 0
 
 
 def test_a_mixed_group_and_one_without_memories_stay_as_they_are():
     buffer = ReplayBuffer()
-    buffer.add("b", fresh_group("b", [True, False]).attempts)
+    buffer.add("b", fresh_group("b", [True, False]).responses)
     for group in (fresh_group("b", [True, False]), fresh_group("a", [False, False])):
-        after = r3.recall_opposites(group, buffer, C, random.Random(0))
-        assert after.attempts == group.attempts and after.rewards == group.rewards
+        after = r3.inject_replay(group, buffer, C, random.Random(0))
+        assert after.responses == group.responses and after.rewards == group.rewards
 
 
 def test_group_prompt_reconditions_replayed_responses():
     buffer = ReplayBuffer()
-    stored = replace(fresh_group("a", [True]).attempts[0], prompt_ids=[9, 9])
+    stored = replace(fresh_group("a", [True]).responses[0], prompt_ids=[9, 9])
     buffer.add("a", [stored])
     group = fresh_group("a", [False, False])
-    own = r3.recall_opposites(group, buffer, C, random.Random(0)).attempts[-1]
-    current = r3.recall_opposites(group, buffer, replace(C, replay_prompt="group"), random.Random(0)).attempts[-1]
-    assert own.prompt_ids == [9, 9] and current.prompt_ids == group.query.prompt_ids
+    own = r3.inject_replay(group, buffer, C, random.Random(0)).responses[-1]
+    current = r3.inject_replay(group, buffer, replace(C, replay_prompt="group"), random.Random(0)).responses[-1]
+    assert own.prompt_ids == [9, 9] and current.prompt_ids == group.prompt.ids
 
 
 # ---- reflection prompts ----------------------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ def test_a_reflection_prompt_is_problem_then_attempt_then_guidance():
 def test_an_attempt_is_shown_from_behind_its_thinking_and_cut_at_the_front():
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode("<think>long thoughts</think>\nThe answer is 7.<|end|>")
-    assert r3.attempt_text(ids, tokenizer, 100) == "The answer is 7."
-    assert r3.attempt_text(tokenizer.encode("one two three"), tokenizer, 5) == "three"
+    assert r3.failure_excerpt(ids, tokenizer, 100) == "The answer is 7."
+    assert r3.failure_excerpt(tokenizer.encode("one two three"), tokenizer, 5) == "three"
 
 
 def test_the_reference_answer_is_not_part_of_a_reflection_prompt():

@@ -1,4 +1,4 @@
-"""Advantages and the objective (SPEC section 3): grpo_loss, token_weight, rows_of, and the step that uses them."""
+"""Advantages and the objective (ALGORITHM.md, 6 and 7): grpo_loss, token_weight, training_examples, their step."""
 
 import copy
 from dataclasses import replace
@@ -9,7 +9,7 @@ import torch
 from conftest import fresh_group, random_model, train_run
 
 import r3
-from replay import Attempt
+from replay import Response
 from runtime.ranks import Ranks
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
@@ -135,17 +135,17 @@ def test_token_weights_add_up_as_each_aggregation_says():
 def test_a_group_without_advantage_trains_nothing_but_counts_in_the_denominator():
     config = r3.Config()
     mixed = fresh_group("a", [True, False])
-    rows = r3.rows_of([mixed, fresh_group("b", [False, False])], ONE_RANK, config)
+    rows = r3.training_examples([mixed, fresh_group("b", [False, False])], ONE_RANK, config)
     assert {row.uid for row in rows} == {"a"}
-    assert rows[0].weight == pytest.approx(1 / (2 * 2 * len(mixed.attempts[0].response_ids)))
+    assert rows[0].weight == pytest.approx(1 / (2 * 2 * len(mixed.responses[0].response_ids)))
 
 
 def test_statistics_are_taken_after_injection():
     config = r3.Config(alpha=2.0, lam=0.1, length_reward=0.0)
     group = fresh_group("a", [False, False])
-    (success,) = fresh_group("a", [True]).attempts
-    mixed = replace(group, attempts=(*group.attempts, success), rewards=(0.0, 0.0, 1.0))
-    rows = r3.rows_of([mixed], ONE_RANK, config)
+    (success,) = fresh_group("a", [True]).responses
+    mixed = replace(group, responses=(*group.responses, success), rewards=(0.0, 0.0, 1.0))
+    rows = r3.training_examples([mixed], ONE_RANK, config)
     expected = r3.group_advantages([0.0, 0.0, 1.0], 2.0, 0.1)
     assert [row.A for row in rows] == pytest.approx(expected.tolist())
     assert [row.old_logp is None for row in rows] == [True, True, False]
@@ -156,7 +156,7 @@ def step_gradient(groups, run, **changes):
     """The policy's gradient after `optimise` on these groups, the optimiser's own step left out."""
     run.config = replace(run.config, grad_clip=1e9, **changes)
     run.optimizer.step = lambda: None
-    r3.optimise(run, r3.rows_of(groups, run.ranks, run.config))
+    r3.optimise(run, r3.training_examples(groups, run.ranks, run.config))
     return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
 
 
@@ -188,33 +188,33 @@ def test_eos_is_trained_truncation_is_not():
 def test_the_prompt_gets_no_gradient_of_its_own():
     """Changing the targets inside the prompt changes nothing: only response tokens are scored."""
     group = fresh_group("a", [True, False], seed=3)
-    rows = r3.rows_of([group], ONE_RANK, r3.Config())
+    rows = r3.training_examples([group], ONE_RANK, r3.Config())
     run = train_run(random_model())
     sums = r3.backward(run, rows)
-    tokens = sum(len(a.response_ids) for a in group.attempts)
+    tokens = sum(len(a.response_ids) for a in group.responses)
     scored = r3.logprobs(run, run.policy, rows)
     assert scored.shape == (tokens,) and sums.shape == (5,)
 
 
 def test_an_injected_sample_changes_the_gradient_and_its_ratio_is_not_one():
     group = fresh_group("a", [False, False], seed=4)
-    old = fresh_group("a", [True], seed=5).attempts[0]
+    old = fresh_group("a", [True], seed=5).responses[0]
     stale = replace(old, logprobs=np.full(len(old.response_ids), -3.0, np.float32))
-    mixed = replace(group, attempts=(*group.attempts, stale), rewards=(*group.rewards, 1.0))
+    mixed = replace(group, responses=(*group.responses, stale), rewards=(*group.rewards, 1.0))
     run = train_run(random_model())
-    with_replay = r3.optimise(run, r3.rows_of([mixed], run.ranks, run.config))
+    with_replay = r3.optimise(run, r3.training_examples([mixed], run.ranks, run.config))
     assert with_replay["ratio_replayed"][0] / with_replay["ratio_replayed"][1] != pytest.approx(1.0, abs=1e-3)
-    assert r3.rows_of([group], run.ranks, run.config) == []  # without it there is nothing to learn from
+    assert r3.training_examples([group], run.ranks, run.config) == []  # without it there is nothing to learn from
 
 
 @pytest.mark.parametrize("choice", [{"replay_logp": "current"}, {"replay_prompt": "group"}])
 def test_current_log_probs_make_the_replayed_ratio_one(choice):
     group = fresh_group("a", [False, False], seed=4)
-    stale = replace(fresh_group("a", [True], seed=5).attempts[0], logprobs=np.full(6, -3.0, np.float32))
-    mixed = replace(group, attempts=(*group.attempts, stale), rewards=(*group.rewards, 1.0))
+    stale = replace(fresh_group("a", [True], seed=5).responses[0], logprobs=np.full(6, -3.0, np.float32))
+    mixed = replace(group, responses=(*group.responses, stale), rewards=(*group.rewards, 1.0))
     run = train_run(random_model())
     run.config = replace(run.config, **choice)
-    total, tokens = r3.optimise(run, r3.rows_of([mixed], run.ranks, run.config))["ratio_replayed"]
+    total, tokens = r3.optimise(run, r3.training_examples([mixed], run.ranks, run.config))["ratio_replayed"]
     assert total / tokens == pytest.approx(1.0)
 
 
@@ -248,10 +248,10 @@ def test_minibatches_take_pi_old_once_before_the_first_step():
 
 def test_attempts_of_a_group_are_not_modified_by_an_update():
     group = fresh_group("a", [True, False])
-    before = [(list(a.response_ids), a.logprobs.copy(), a.reward) for a in group.attempts]
+    before = [(list(a.response_ids), a.logprobs.copy(), a.reward) for a in group.responses]
     r3.update(train_run(random_model()), [group], step=1)
     assert all(
         list(a.response_ids) == ids and (a.logprobs == logp).all() and a.reward == reward
-        for a, (ids, logp, reward) in zip(group.attempts, before, strict=True)
+        for a, (ids, logp, reward) in zip(group.responses, before, strict=True)
     )
-    assert isinstance(group.attempts[0], Attempt)
+    assert isinstance(group.responses[0], Response)

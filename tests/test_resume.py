@@ -1,5 +1,5 @@
 """A run that is killed and resumed is the run that was never killed, bit for bit; a checkpoint is whole or absent."""
-# ruff: noqa: F401, F811  the fixtures short_model, start and whole are imported
+# ruff: noqa: F401, F811  the fixtures short_model, start and unbroken are imported
 
 import os
 import pickle
@@ -29,7 +29,7 @@ from tiny_run import (
     short_model,
     start,
     terminate,
-    whole,
+    unbroken,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -51,76 +51,76 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("finished", [1, 2, 3, 4])  # 2 and 4 end an epoch; from 2 on, reflections are pending
-def test_resumed_run_equals_uninterrupted_one(whole, start, tmp_path, finished):
+def test_resumed_run_equals_the_unbroken_one(unbroken, start, tmp_path, finished):
     with at(r3, "collect", finished + 1, kill), pytest.raises(Killed):
         start(tmp_path / "run")
-    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+    assert_same_run(unbroken(), start(tmp_path / "run", resume=True))
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_resumed_run_equals_uninterrupted_one_with_other_configs(whole, start, tmp_path, changes):
+def test_resumed_run_equals_the_unbroken_one_with_other_configs(unbroken, start, tmp_path, changes):
     with at(r3, "collect", 4, kill), pytest.raises(Killed):
         start(tmp_path / "run", **changes)
-    assert_same_run(whole(**changes), start(tmp_path / "run", resume=True, **changes))
+    assert_same_run(unbroken(**changes), start(tmp_path / "run", resume=True, **changes))
 
 
-def test_these_runs_reflect_replay_and_rank(whole):
+def test_these_runs_reflect_replay_and_rank(unbroken):
     """Otherwise the tests of this file would show little."""
-    steps = [row for row in rows(whole()) if "loss" in row]
+    steps = [row for row in rows(unbroken()) if "loss" in row]
     assert all(sum(row[name] for row in steps) > 0 for name in ("reflected", "replayed", "ranked"))
     assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
-    assert [row["step"] for row in rows(whole()) if "eval/pass@1" in row] == [0, 2, 4, 6]
+    assert [row["step"] for row in rows(unbroken()) if "eval/pass@1" in row] == [0, 2, 4, 6]
 
 
 ENDS = {"kill": (kill, Killed), "crash": (crash, RuntimeError), "terminate": (terminate, SystemExit)}
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("place", ["respond", "gradients", "with_old_logprobs"])
-def test_abandoned_step_is_done_again_from_its_beginning(whole, start, tmp_path, place, end):
+@pytest.mark.parametrize("place", ["rollout", "gradients", "with_old_logprobs"])
+def test_abandoned_step_is_done_again_from_its_beginning(unbroken, start, tmp_path, place, end):
     """A crash or a signal saves the last finished step; after a kill the run goes on from the checkpoint before."""
     changes = {"minibatches": 2, "save_every": 3}
     act, raised = ENDS[end]
-    first_of_step_5 = {"respond": 5, "gradients": 9, "with_old_logprobs": 9}[place]
+    first_of_step_5 = {"rollout": 5, "gradients": 9, "with_old_logprobs": 9}[place]
     with at(r3, place, first_of_step_5, act), pytest.raises(raised):
         start(tmp_path / "run", **changes)
     assert max(checkpoints(tmp_path / "run")) == ("step_000003" if end == "kill" else "step_000004")
-    assert_same_run(whole(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
+    assert_same_run(unbroken(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
 
 
 @pytest.mark.parametrize(("end", "saved"), [("crash", "step_000003"), ("terminate", "step_000005")])
-def test_nothing_is_saved_between_two_optimiser_steps_of_a_batch(whole, start, tmp_path, end, saved):
+def test_nothing_is_saved_between_two_optimiser_steps_of_a_batch(unbroken, start, tmp_path, end, saved):
     """A crash there goes back to the checkpoint before; a signal waits for the end of the step."""
     changes = {"minibatches": 2, "save_every": 3}
     act, raised = ENDS[end]
     with at(r3, "gradients", 10, act), pytest.raises(raised):  # the second part of step 5
         start(tmp_path / "run", **changes)
     assert max(checkpoints(tmp_path / "run")) == saved
-    assert_same_run(whole(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
+    assert_same_run(unbroken(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
 
 
 PLACES = [(r3, "evaluate", 1), (r3, "evaluate", 4), (run.Logs, "answers", 2), (run.Logs, "row", 9), (r3, "save", 2)]
 
 
 @pytest.mark.parametrize(("module", "name", "call"), PLACES, ids=lambda part: str(getattr(part, "__name__", part)))
-def test_each_evaluation_is_in_the_log_once_wherever_it_was_killed(whole, start, tmp_path, module, name, call):
+def test_each_evaluation_is_in_the_log_once_wherever_it_was_killed(unbroken, start, tmp_path, module, name, call):
     changes = {"save_every": 2}
     with at(module, name, call, kill), pytest.raises(Killed):
         start(tmp_path / "run", **changes)
-    assert_same_run(whole(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
+    assert_same_run(unbroken(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
 
 
-def test_finished_run_that_is_resumed_changes_nothing(whole, start, tmp_path):
-    shutil.copytree(whole(), tmp_path / "run")
-    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+def test_finished_run_that_is_resumed_changes_nothing(unbroken, start, tmp_path):
+    shutil.copytree(unbroken(), tmp_path / "run")
+    assert_same_run(unbroken(), start(tmp_path / "run", resume=True))
 
 
-def test_log_line_cut_short_by_a_crash_is_made_anew(whole, start, tmp_path):
+def test_log_line_cut_short_by_a_crash_is_made_anew(unbroken, start, tmp_path):
     with at(r3, "collect", 4, kill), pytest.raises(Killed):
         start(tmp_path / "run")
     with open(tmp_path / "run" / "metrics.jsonl", "a") as f:
         f.write('{"step": 4, "epo')
-    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+    assert_same_run(unbroken(), start(tmp_path / "run", resume=True))
 
 
 def test_log_rows_may_hold_any_separator_that_unicode_knows(tmp_path):
@@ -146,7 +146,7 @@ def kill_before_operation(n: int) -> None:
     sys.addaudithook(hook)
 
 
-def sweep(whole, start, tmp_path, numbers) -> int:
+def sweep(unbroken, start, tmp_path, numbers) -> int:
     """Runs that are killed before the nth operation on files, and resumed; returns how many were killed: not those that
     have fewer operations."""
     changes = {"checkpoints_kept": 1, "steps": 4}
@@ -160,14 +160,14 @@ def sweep(whole, start, tmp_path, numbers) -> int:
         if reap(in_child(partial(work, n, run_dir), tmp_path / "stderr")) == 0:
             return kills
         start(run_dir, resume=True, **changes)
-        assert_same_run(whole(**changes), run_dir, last_checkpoint_only=True)
+        assert_same_run(unbroken(**changes), run_dir, last_checkpoint_only=True)
         assert set(os.listdir(run_dir / "checkpoints")) <= {"step_000003", "step_000004"}
         assert all(checkpoint.damaged(folder) is None for folder in (run_dir / "checkpoints").iterdir())
         shutil.rmtree(run_dir)
     return len(numbers)
 
 
-def random_kills(whole, start, tmp_path, wanted: int, seed: int) -> int:
+def random_kills(unbroken, start, tmp_path, wanted: int, seed: int) -> int:
     """Kills runs at random moments until they are done all the same; returns the number of kills."""
     rng, kills, runs = random.Random(seed), 0, 0
     while kills < wanted:
@@ -179,32 +179,32 @@ def random_kills(whole, start, tmp_path, wanted: int, seed: int) -> int:
             ended = reap(child)
             assert ended in (-signal.SIGKILL, 0), (tmp_path / "stderr").read_text()
             kills, patience = kills + (ended != 0), patience + 0.02  # a slow machine gets there, too
-        assert_same_run(whole(steps=10), run_dir)
+        assert_same_run(unbroken(steps=10), run_dir)
     return kills
 
 
 @needs_fork
-def test_run_killed_between_any_two_operations_on_files_resumes(whole, start, tmp_path):
-    assert sweep(whole, start, tmp_path, [4, 50, 70]) == 3
+def test_run_killed_between_any_two_operations_on_files_resumes(unbroken, start, tmp_path):
+    assert sweep(unbroken, start, tmp_path, [4, 50, 70]) == 3
 
 
 @needs_fork
-def test_run_killed_at_random_moments_resumes(whole, start, tmp_path):
-    assert random_kills(whole, start, tmp_path, wanted=4, seed=0) >= 4
+def test_run_killed_at_random_moments_resumes(unbroken, start, tmp_path):
+    assert random_kills(unbroken, start, tmp_path, wanted=4, seed=0) >= 4
 
 
 @needs_fork
 @pytest.mark.slow
-def test_run_killed_before_each_of_its_operations_on_files_resumes(whole, start, tmp_path):
-    kills = sweep(whole, start, tmp_path, range(1, 1000))
+def test_run_killed_before_each_of_its_operations_on_files_resumes(unbroken, start, tmp_path):
+    kills = sweep(unbroken, start, tmp_path, range(1, 1000))
     assert 100 < kills < 999
     print(f"{kills} kills")
 
 
 @needs_fork
 @pytest.mark.slow
-def test_run_killed_200_times_at_random_moments_resumes(whole, start, tmp_path):
-    assert random_kills(whole, start, tmp_path, wanted=200, seed=1) >= 200
+def test_run_killed_200_times_at_random_moments_resumes(unbroken, start, tmp_path):
+    assert random_kills(unbroken, start, tmp_path, wanted=200, seed=1) >= 200
 
 
 # ------------------------------------------------------------------------------------------------- damage and limits
@@ -221,44 +221,44 @@ def damage_by_cutting(path):
 
 
 @pytest.mark.parametrize("damage", [damage_by_flipping, damage_by_cutting, os.remove], ids=lambda f: f.__name__)
-def test_damaged_checkpoint_is_named_and_the_one_before_is_used(whole, tmp_path, damage, capsys):
-    files = [p.relative_to(whole()) for p in (whole() / "checkpoints" / "step_000006").rglob("*") if p.is_file()]
+def test_damaged_checkpoint_is_named_and_the_one_before_is_used(unbroken, tmp_path, damage, capsys):
+    files = [p.relative_to(unbroken()) for p in (unbroken() / "checkpoints" / "step_000006").rglob("*") if p.is_file()]
     assert len(files) >= 10
     for file in files:
-        shutil.copytree(whole() / "checkpoints", tmp_path / "run" / "checkpoints", dirs_exist_ok=True)
+        shutil.copytree(unbroken() / "checkpoints", tmp_path / "run" / "checkpoints", dirs_exist_ok=True)
         damage(tmp_path / "run" / file)
         assert checkpoint.newest(tmp_path / "run").name == "step_000005"
         said = capsys.readouterr().err
         assert "step_000006 is damaged" in said and (file.name in said or file.name == "manifest.json")
 
 
-def test_run_resumes_from_the_checkpoint_before_a_damaged_one_which_it_replaces(whole, start, tmp_path):
-    shutil.copytree(whole(), tmp_path / "run")
+def test_run_resumes_from_the_checkpoint_before_a_damaged_one_which_it_replaces(unbroken, start, tmp_path):
+    shutil.copytree(unbroken(), tmp_path / "run")
     damage_by_flipping(tmp_path / "run" / "checkpoints" / "step_000006" / "model.safetensors")
-    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+    assert_same_run(unbroken(), start(tmp_path / "run", resume=True))
 
 
-def test_only_older_checkpoints_are_pruned(whole, start, tmp_path):
+def test_only_older_checkpoints_are_pruned(unbroken, start, tmp_path):
     """A damaged newer one must not push out the whole ones that the run goes on from."""
-    shutil.copytree(whole(), tmp_path / "run")
+    shutil.copytree(unbroken(), tmp_path / "run")
     damage_by_cutting(tmp_path / "run" / "checkpoints" / "step_000006" / "config.json")
     with at(r3, "collect", 1, terminate), pytest.raises(SystemExit):
         start(tmp_path / "run", resume=True, checkpoints_kept=1, override_config=True)
     assert "step_000005" in checkpoints(tmp_path / "run")
 
 
-def test_run_without_a_whole_checkpoint_is_not_begun_anew(whole, start, tmp_path, capsys):
-    shutil.copytree(whole(), tmp_path / "run")
+def test_run_without_a_whole_checkpoint_is_not_begun_anew(unbroken, start, tmp_path, capsys):
+    shutil.copytree(unbroken(), tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
         os.remove(folder / "training" / "state.json")
     with pytest.raises(SystemExit) as end:
         start(tmp_path / "run", resume=True)
     assert end.value.code == 2 and "none of its 6 checkpoints is whole" in capsys.readouterr().err
-    assert rows(tmp_path / "run") == rows(whole())
+    assert rows(tmp_path / "run") == rows(unbroken())
 
 
 @needs_fork
-def test_full_disk_is_one_line_and_the_checkpoint_before_stays(whole, start, tmp_path):
+def test_full_disk_is_one_line_and_the_checkpoint_before_stays(unbroken, start, tmp_path):
     """The largest file that the child may write is smaller than the model's."""
     with at(r3, "collect", 3, kill), pytest.raises(Killed):
         start(tmp_path / "run")
@@ -272,7 +272,7 @@ def test_full_disk_is_one_line_and_the_checkpoint_before_stays(whole, start, tmp
     assert said.startswith("error: ") and "step_000003: cannot be written" in said
     assert "newest checkpoint is" in said and "step_000002" in said
     assert list(checkpoints(tmp_path / "run")) == ["step_000001", "step_000002"]
-    assert_same_run(whole(), start(tmp_path / "run", resume=True))
+    assert_same_run(unbroken(), start(tmp_path / "run", resume=True))
 
 
 def test_log_on_a_full_disk_is_one_line():
@@ -312,8 +312,8 @@ def test_exported_folder_loads_with_equal_logits(short_model, tmp_path, dtype):
     assert "lm_head.weight" not in tied and {t.dtype for t in tied.values()} == {getattr(torch, dtype)}
 
 
-def test_nothing_in_a_checkpoint_needs_pickle(whole, start, tmp_path, monkeypatch):
-    suffixes = {p.suffix for p in (whole() / "checkpoints").rglob("*") if p.is_file()}
+def test_nothing_in_a_checkpoint_needs_pickle(unbroken, start, tmp_path, monkeypatch):
+    suffixes = {p.suffix for p in (unbroken() / "checkpoints").rglob("*") if p.is_file()}
     assert suffixes <= {".safetensors", ".json", ".jinja"}
 
     def refuse(*_, **__):
@@ -321,7 +321,7 @@ def test_nothing_in_a_checkpoint_needs_pickle(whole, start, tmp_path, monkeypatc
 
     for module, name in ((torch, "load"), (pickle, "load"), (pickle, "loads"), (pickle, "Unpickler")):
         monkeypatch.setattr(module, name, refuse)
-    shutil.copytree(whole(), tmp_path / "run")
+    shutil.copytree(unbroken(), tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000006")
     start(tmp_path / "run", resume=True)
 
@@ -329,8 +329,8 @@ def test_nothing_in_a_checkpoint_needs_pickle(whole, start, tmp_path, monkeypatc
 # ----------------------------------------------------------------------------------------------- what may be resumed
 
 
-def test_resuming_with_another_config_is_refused_with_the_differing_keys(whole, start, tmp_path, capsys):
-    shutil.copytree(whole(), tmp_path / "run")
+def test_resuming_with_another_config_is_refused_with_the_differing_keys(unbroken, start, tmp_path, capsys):
+    shutil.copytree(unbroken(), tmp_path / "run")
     with pytest.raises(SystemExit) as end:
         start(tmp_path / "run", resume=True, lr=2e-3, group_size=8)
     said = capsys.readouterr().err
@@ -340,15 +340,15 @@ def test_resuming_with_another_config_is_refused_with_the_differing_keys(whole, 
     assert [row["lr"] for row in rows(tmp_path / "run") if "lr" in row] == [1e-3] * 6 + [2e-3]
 
 
-def test_run_directory_that_holds_a_run_is_not_overwritten(whole, start, capsys):
-    before = rows(whole())
+def test_run_directory_that_holds_a_run_is_not_overwritten(unbroken, start, capsys):
+    before = rows(unbroken())
     with pytest.raises(SystemExit) as end:
-        start(whole())
+        start(unbroken())
     assert end.value.code == 2 and "holds a run, allowed: --resume" in capsys.readouterr().err
-    assert rows(whole()) == before
+    assert rows(unbroken()) == before
 
 
-def test_resuming_with_other_problems_is_refused(whole, start, tmp_path, capsys):
+def test_resuming_with_other_problems_is_refused(unbroken, start, tmp_path, capsys):
     """The same config, but the file that it names has another content."""
     data = tmp_path / "problems.jsonl"
     rows_of_data = "".join(f'{{"problem": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(8))
@@ -360,6 +360,6 @@ def test_resuming_with_other_problems_is_refused(whole, start, tmp_path, capsys)
     assert end.value.code == 2 and "not the problems that this run began with" in capsys.readouterr().err
 
 
-def test_moved_run_directory_resumes(whole, start, tmp_path):
-    shutil.copytree(whole(), tmp_path / "moved")
+def test_moved_run_directory_resumes(unbroken, start, tmp_path):
+    shutil.copytree(unbroken(), tmp_path / "moved")
     start(tmp_path / "moved", resume=True)

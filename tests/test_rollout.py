@@ -20,7 +20,7 @@ from entropy import token_stats
 from rollout import Prompt, Request, Rows, Sampler, naive_generate
 from runtime.errors import UserError
 from sampling import decoder, gumbel, kvcache
-from sampling.gumbel import stream
+from sampling.gumbel import derive_seed
 
 SMALL = {
     "vocab_size": 60,
@@ -218,9 +218,9 @@ def test_other_rows_do_not_change_a_row(model):
 
 def test_a_stream_is_a_63_bit_number_that_depends_on_every_key():
     keys = [(), (0,), (1,), (0, 1), (1, 0), (-1,), (2**80, 3)]
-    assert len({stream(*key) for key in keys}) == len(keys)
-    assert all(0 <= stream(*key) < 2**63 for key in keys)
-    assert stream(1, 2) == stream(1, 2)
+    assert len({derive_seed(*key) for key in keys}) == len(keys)
+    assert all(0 <= derive_seed(*key) < 2**63 for key in keys)
+    assert derive_seed(1, 2) == derive_seed(1, 2)
 
 
 # ---- what is handed out, and when
@@ -401,8 +401,8 @@ def test_gaps_are_closed_from_the_end_and_records_stay_with_their_rows():
     rows = Rows(slots=6, max_new_tokens=4, is_eos=np.zeros(10, dtype=bool))
     for row in range(6):
         rows.admit(row, Request(Prompt(row, (1,) * (row + 1)), sample=0, seed=row, budget=4))
-    burst = np.ones((1, 3, 6))
-    rows.draw(burst)
+    chunk = np.ones((1, 3, 6))
+    rows.draw(chunk)
     for row in (1, 2):
         rows.release(row)
     rows.move(*rows.gaps())
@@ -418,10 +418,10 @@ def test_a_burst_is_recorded_up_to_each_row_s_end():
     rows = Rows(slots=3, max_new_tokens=3, is_eos=is_eos)
     for row in range(2):
         rows.admit(row, Request(Prompt(row, (1, 2)), sample=0, seed=0, budget=3))
-    burst = np.zeros((4, 3, 3))
-    burst[:, 0] = [[5, 5, 9], [5, 7, 9], [6, 8, 9], [6, 8, 9]]
-    burst[:, 1] = -np.arange(12).reshape(4, 3)
-    assert rows.draw(burst).tolist() == [0, 1]
+    chunk = np.zeros((4, 3, 3))
+    chunk[:, 0] = [[5, 5, 9], [5, 7, 9], [6, 8, 9], [6, 8, 9]]
+    chunk[:, 1] = -np.arange(12).reshape(4, 3)
+    assert rows.draw(chunk).tolist() == [0, 1]
     (_, first), (_, second) = rows.release(0), rows.release(1)
     assert (first.response_ids, first.finished, first.logprobs.tolist()) == ((5, 5, 6), False, [0, -3, -6])
     assert (second.response_ids, second.finished, second.logprobs.tolist()) == ((5, 7), True, [-1, -4])

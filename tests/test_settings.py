@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from r3 import Config
-from runtime.config import choice, knob, parse
+from runtime.config import bounded, one_of, parse
 from runtime.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -19,10 +19,10 @@ ROOT = Path(__file__).parent.parent
 @dataclass(frozen=True)
 class Small:
     name: str = "x"
-    size: int = knob(3, low=1, high=2**70)
-    rate: float = knob(0.5, above=0)
+    size: int = bounded(3, low=1, high=2**70)
+    rate: float = bounded(0.5, above=0)
     limit: int | None = None
-    mode: str = choice("plain", "fancy")
+    mode: str = one_of("plain", "fancy")
     on: bool = True
     resume: bool = False
 

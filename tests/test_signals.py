@@ -1,5 +1,5 @@
 """SIGTERM and Ctrl-C: the last finished step is saved, the exit code is 143 or 130, and no process is left behind."""
-# ruff: noqa: F401, F811  the fixtures short_model, start and whole are imported
+# ruff: noqa: F401, F811  the fixtures short_model, start and unbroken are imported
 
 import contextlib
 import gc
@@ -28,7 +28,7 @@ from tiny_run import (
     short_model,
     start,
     terminate,
-    whole,
+    unbroken,
 )
 
 import r3
@@ -111,18 +111,18 @@ def test_run_puts_back_handlers_threads_and_files(start, tmp_path):
     assert state() == before
 
 
-PLACES = [(r3, "evaluate"), (r3, "respond"), (r3, "update"), (r3, "log_step"), (run.Logs, "row")]
+PLACES = [(r3, "evaluate"), (r3, "rollout"), (r3, "update"), (r3, "log_step"), (run.Logs, "row")]
 
 
 @pytest.mark.parametrize(("module", "name"), PLACES)
-def test_signal_in_any_part_of_a_run_saves_the_last_finished_step(whole, start, tmp_path, module, name):
+def test_signal_in_any_part_of_a_run_saves_the_last_finished_step(unbroken, start, tmp_path, module, name):
     with at(module, name, 2, terminate), pytest.raises(SystemExit) as end:
         start(tmp_path / "run", save_every=99)
     assert end.value.code == 143
     finished = max(row["step"] for row in rows(tmp_path / "run") if "loss" in row)
     assert list(checkpoints(tmp_path / "run")) == [f"step_{finished:06d}"]
     start(tmp_path / "run", save_every=99, resume=True)
-    assert_same_run(whole(save_every=99), tmp_path / "run", last_checkpoint_only=True)
+    assert_same_run(unbroken(save_every=99), tmp_path / "run", last_checkpoint_only=True)
 
 
 # --------------------------------------------------------------------------------------------------- in a child process
@@ -162,7 +162,7 @@ def test_run_ends_within_grace_seconds_even_if_it_cannot_save(start, tmp_path, m
 
 
 @needs_fork
-def test_run_that_is_told_to_stop_at_random_moments_loses_nothing(whole, start, tmp_path):
+def test_run_that_is_told_to_stop_at_random_moments_loses_nothing(unbroken, start, tmp_path):
     """Nothing but what was told to stop before its first step: each finished step is in a checkpoint."""
     rng, stops, code = random.Random(0), 0, None
     changes = {"save_every": 99, "steps": 10}
@@ -178,10 +178,10 @@ def test_run_that_is_told_to_stop_at_random_moments_loses_nothing(whole, start, 
             finished = max((row["step"] for row in rows(tmp_path / "run") if "loss" in row), default=0)
             assert finished == 0 or f"step_{finished:06d}" in checkpoints(tmp_path / "run")
     assert stops >= 3
-    assert_same_run(whole(**changes), tmp_path / "run", last_checkpoint_only=True)
+    assert_same_run(unbroken(**changes), tmp_path / "run", last_checkpoint_only=True)
 
 
-class AlgebraJudge(verify.Judge):
+class AlgebraVerifier(verify.Verifier):
     """Grades what only a worker process can grade."""
 
     def submit(self, response, answer, uid=""):
@@ -197,7 +197,7 @@ def descendants(process: int) -> set[int]:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_worker_process_outlives_the_run(start, tmp_path, number, monkeypatch):
-    monkeypatch.setattr("tiny_run.RuleJudge", AlgebraJudge)
+    monkeypatch.setattr("tiny_run.RuleVerifier", AlgebraVerifier)
     child = in_child(partial(start, tmp_path / "run"), tmp_path / "stderr")
     end = time.monotonic() + 60
     while not (workers := descendants(child)):
@@ -229,15 +229,15 @@ def ranks_of_a_run(start, run_dir: Path, **changes) -> list[int]:
 
 @needs_fork
 def test_signal_to_one_rank_stops_all_of_them_and_the_resumed_run_is_exact(start, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert [reap(child) for child in ranks_of_a_run(start, whole, save_every=2)] == [0, 0]
+    unbroken, parts = tmp_path / "unbroken", tmp_path / "parts"
+    assert [reap(child) for child in ranks_of_a_run(start, unbroken, save_every=2)] == [0, 0]
     children = ranks_of_a_run(start, parts, save_every=2)
     while not (parts / "checkpoints" / "step_000002").exists():
         time.sleep(0.01)
     os.kill(children[1], signal.SIGTERM)
     assert [reap(child) for child in children] == [143, 143], (tmp_path / "stderr0").read_text()
     assert [reap(child) for child in ranks_of_a_run(start, parts, save_every=2, resume=True)] == [0, 0]
-    assert_same_run(whole, parts, last_checkpoint_only=True)
+    assert_same_run(unbroken, parts, last_checkpoint_only=True)
     start(parts, steps=7, resume=True, override_config=True)  # one rank takes over what two had stored
     assert [row["step"] for row in rows(parts) if "loss" in row] == list(range(1, 8))
 
@@ -246,7 +246,7 @@ def test_signal_to_one_rank_stops_all_of_them_and_the_resumed_run_is_exact(start
 
 
 def test_ctrl_c_at_the_command_line(short_model, problem_file, tmp_path):
-    """Ctrl-C goes to the whole process group, workers included; one line is said, no traceback."""
+    """Ctrl-C goes to the unbroken process group, workers included; one line is said, no traceback."""
     places = [f"--model={short_model}", f"--data={problem_file}", f"--run_dir={tmp_path / 'run'}"]
     options = ["--batch_size=4", "--epochs=999", "--max_new_tokens=8", "--device=cpu", "--check_answers=off"]
     child = subprocess.Popen(

@@ -64,7 +64,7 @@ def test_thousand_steps_do_not_grow_or_slow_down(tmp_path, monkeypatch):
         f"\nmemory (MB)          {memory[early].mean():.0f}, {memory[late].mean():.0f}: {100 * growth:+.1f} %"
         f"\nhandles, threads     {handles[early].max():.0f}, {threads[early].max():.0f} at most; "
         f"{handles[late].max():.0f}, {threads[late].max():.0f}"
-        f"\nstored attempts      {stored[WARM_UP]:.0f}, {stored[-1]:.0f}"
+        f"\nstored responses      {stored[WARM_UP]:.0f}, {stored[-1]:.0f}"
     )
     assert len(seen) == STEPS
     assert growth < 0.05

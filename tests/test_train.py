@@ -24,7 +24,7 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 TIMED = {"seconds_load", "seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb"}
 
 
-class ParityJudge:
+class ParityVerifier:
     """Right is what has an even number of characters: a random model is right half the time."""
 
     killed = 0
@@ -43,7 +43,7 @@ class ParityJudge:
 
 @pytest.fixture
 def parity(monkeypatch):
-    monkeypatch.setattr(run_module, "Judge", ParityJudge)
+    monkeypatch.setattr(run_module, "Verifier", ParityVerifier)
 
 
 def small(model_folder, problem_file, run_dir, **changes) -> r3.Config:
@@ -118,8 +118,8 @@ def test_all_flags_off_is_grpo_to_the_letter(model_folder, problem_file, tmp_pat
     r3.train(small(model_folder, problem_file, tmp_path / "run", **off))
     assert len(seen) == 16
     for group in seen:
-        assert group.query.kind == "plain" and len(group.attempts) == group.fresh == 4
-        assert group.rewards == tuple(a.reward for a in group.attempts)
+        assert group.prompt.kind == "plain" and len(group.responses) == group.n_fresh == 4
+        assert group.rewards == tuple(a.reward for a in group.responses)
 
 
 def test_an_injected_sample_changes_the_gradient(model_folder, problem_file, tmp_path, parity, monkeypatch):
@@ -128,7 +128,7 @@ def test_an_injected_sample_changes_the_gradient(model_folder, problem_file, tmp
     seen, update = [], r3.update
 
     def spy(run, groups, step):
-        if any(len(g.attempts) > g.fresh for g in groups) and not seen:
+        if any(len(g.responses) > g.n_fresh for g in groups) and not seen:
             policy = copy.deepcopy(run.policy)
             seen.append((groups, policy, run.buffer.state_dict()))
         return update(run, groups, step)
@@ -139,19 +139,19 @@ def test_an_injected_sample_changes_the_gradient(model_folder, problem_file, tmp
     assert replayed and all(row["ratio_replayed"] != pytest.approx(1.0, abs=1e-4) for row in replayed)
 
     groups, policy, stored = seen[0]
-    without = [replace(g, attempts=g.attempts[: g.fresh], rewards=g.rewards[: g.fresh]) for g in groups]
+    without = [replace(g, responses=g.responses[: g.n_fresh], rewards=g.rewards[: g.n_fresh]) for g in groups]
     gradients = []
     for variant in (groups, without):
         run = train_run(copy.deepcopy(policy))
-        r3.gradients(run, r3.rows_of(variant, run.ranks, run.config))
+        r3.gradients(run, r3.training_examples(variant, run.ranks, run.config))
         gradients.append(torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten()
                                     for p in run.policy.parameters()]))  # fmt: skip
     assert (gradients[0] - gradients[1]).abs().max() > 1e-5
 
     loaded = ReplayBuffer()
     loaded.load_state_dict(stored)
-    injected = next(a for g in groups for a in g.attempts[g.fresh :])
-    kept = [a for side in loaded.attempts.values() for a in side]
+    injected = next(a for g in groups for a in g.responses[g.n_fresh :])
+    kept = [a for side in loaded.responses.values() for a in side]
     same = [a for a in kept if list(a.response_ids) == list(injected.response_ids)]
     assert same and (same[0].logprobs == injected.logprobs).all()
 
@@ -205,7 +205,7 @@ def gradient_of(groups, ranks) -> torch.Tensor:
     run = train_run(random_model(), grad_clip=1e9)
     run.ranks = ranks
     run.optimizer.step = lambda: None
-    r3.optimise(run, r3.rows_of([g for g in groups if ranks.owns(g.uid)], ranks, run.config))
+    r3.optimise(run, r3.training_examples([g for g in groups if ranks.owns(g.uid)], ranks, run.config))
     return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
 
 

@@ -1,4 +1,4 @@
-"""Tests of the judge: what it takes for the answer, what it takes for equal, and what it survives."""
+"""Tests of the verifier: what it takes for the answer, what it takes for equal, and what it survives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import verify
 from grader.equality import compare
 from runtime.problems import Problem
-from verify import Judge, check, extract, grade
+from verify import Verifier, check, extract, grade
 
 ROOT = Path(__file__).parent.parent
 GRADER = ROOT.parent / "shared" / "data" / "grader"
@@ -33,9 +33,9 @@ needs_material = pytest.mark.skipif(not GRADER.exists(), reason="the labelled an
 
 
 @pytest.fixture(scope="module")
-def judge():
-    with Judge(workers=1, time_limit=2.0) as judge:
-        yield judge
+def verifier():
+    with Verifier(workers=1, time_limit=2.0) as verifier:
+        yield verifier
 
 
 def same(given: str, reference: str) -> bool:
@@ -257,15 +257,15 @@ def test_nothing_equals_an_empty_reference():
         (r"\int_0^2 x\,dx", r"\int_0^1 x\,dx", False),
     ],
 )
-def test_sums_and_integrals_go_to_the_worker(judge, given, reference, equal):
-    assert judge.submit(f"\\boxed{{{given}}}", reference).result() is equal
+def test_sums_and_integrals_go_to_the_worker(verifier, given, reference, equal):
+    assert verifier.submit(f"\\boxed{{{given}}}", reference).result() is equal
 
 
 def test_easy_answers_start_no_process(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
-    with Judge() as judge:
-        assert judge.submit(r"\boxed{2\sqrt2}", r"\sqrt8").done()
-        assert not judge.submit(r"\boxed{41}", "42").result()
+    with Verifier() as verifier:
+        assert verifier.submit(r"\boxed{2\sqrt2}", r"\sqrt8").done()
+        assert not verifier.submit(r"\boxed{41}", "42").result()
 
 
 # --- What it survives --------------------------------------------------------------------------------------
@@ -356,11 +356,11 @@ CODE = [
 
 
 @pytest.mark.parametrize("code", CODE)
-def test_text_is_never_run_as_code(judge, tmp_path, code):
+def test_text_is_never_run_as_code(verifier, tmp_path, code):
     target = tmp_path / "created"
     answer = code.format(target) if "{}" in code or "{{" in code else code
     for reference in ("1", r"\sum_{k=1}^{n} k"):
-        assert not judge.submit(f"\\boxed{{{answer}}}", reference).result()
+        assert not verifier.submit(f"\\boxed{{{answer}}}", reference).result()
     with contextlib.suppress(Exception):  # whatever the grammar makes of it
         verify.algebra(answer, "1")
     assert not target.exists()
@@ -374,24 +374,24 @@ def test_python_is_not_an_answer(code):
 
 
 def test_an_answer_beyond_the_time_limit_is_wrong_counted_logged_and_the_worker_replaced(caplog):
-    with Judge(time_limit=2.0) as judge, caplog.at_level(logging.WARNING, "verify"):
-        assert judge.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12", "easy").result()
+    with Verifier(time_limit=2.0) as verifier, caplog.at_level(logging.WARNING, "verify"):
+        assert verifier.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12", "easy").result()
         start = time.perf_counter()
-        assert not judge.submit(f"\\boxed{{{LONG}}}", "1", "problem-17").result()
+        assert not verifier.submit(f"\\boxed{{{LONG}}}", "1", "problem-17").result()
         assert 2 <= time.perf_counter() - start < 5
-        assert judge.killed == 1
+        assert verifier.killed == 1
         assert "problem-17" in caplog.text
-        assert judge.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12", "easy").result()
+        assert verifier.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12", "easy").result()
 
 
 @needs_proc
 def test_an_answer_beyond_the_memory_limit_is_wrong():
     others = children(os.getpid())
-    with Judge(time_limit=20.0, memory_mb=256) as judge:
-        assert judge.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12").result()
+    with Verifier(time_limit=20.0, memory_mb=256) as verifier:
+        assert verifier.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12").result()
         (pid,) = set(children(os.getpid())) - set(others)
         before = status(pid, "VmPeak")
-        assert not judge.submit(r"\boxed{\sum_{k=1}^{1} 2^{10^{11}}}", "1").result()
+        assert not verifier.submit(r"\boxed{\sum_{k=1}^{1} 2^{10^{11}}}", "1").result()
         if pid in children(os.getpid()):  # it may also have died of it
             assert status(pid, "VmPeak") - before < 300 * 1024
 
@@ -399,13 +399,13 @@ def test_an_answer_beyond_the_memory_limit_is_wrong():
 @needs_proc
 def test_a_worker_that_is_killed_from_outside_is_replaced():
     others = children(os.getpid())
-    with Judge() as judge:
-        assert judge.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12").result()
+    with Verifier() as verifier:
+        assert verifier.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12").result()
         (pid,) = set(children(os.getpid())) - set(others)
         os.kill(pid, signal.SIGKILL)
-        verdicts = [judge.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12").result() for _ in range(2)]
+        verdicts = [verifier.submit(r"\boxed{\int_0^1 x\,dx}", r"\frac12").result() for _ in range(2)]
         assert verdicts[-1]
-        assert judge.killed <= 1
+        assert verifier.killed <= 1
 
 
 def test_it_grades_from_threads_in_any_number():
@@ -428,7 +428,7 @@ def grade_elsewhere(queue) -> None:
 
 @pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_it_grades_in_child_processes(method):
-    assert grade(r"\boxed{\int_0^1 x\,dx}", r"\frac12")  # so that a forked child inherits a judge at work
+    assert grade(r"\boxed{\int_0^1 x\,dx}", r"\frac12")  # so that a forked child inherits a verifier at work
     context = multiprocessing.get_context(method)
     queue = context.Queue()
     child = context.Process(target=grade_elsewhere, args=(queue,))
@@ -463,16 +463,16 @@ def test_no_worker_outlives_its_parent(end):
 
 
 def test_closing_cancels_what_waits_and_ends_the_workers():
-    judge = Judge(time_limit=60)
-    futures = [judge.submit(f"\\boxed{{{LONG}}}", "1", str(number)) for number in range(3)]
+    verifier = Verifier(time_limit=60)
+    futures = [verifier.submit(f"\\boxed{{{LONG}}}", "1", str(number)) for number in range(3)]
     wait_for(lambda: futures[0].running())
     start = time.perf_counter()
-    judge.close()
+    verifier.close()
     assert time.perf_counter() - start < 5
     assert not futures[0].result() and futures[1].cancelled() and futures[2].cancelled()
-    assert judge.killed == 0
+    assert verifier.killed == 0
     with pytest.raises(RuntimeError, match="closed"):
-        judge.submit(f"\\boxed{{{LONG}}}", "1")
+        verifier.submit(f"\\boxed{{{LONG}}}", "1")
 
 
 @needs_proc
@@ -574,21 +574,21 @@ def labelled(name: str, share: int) -> list[dict]:
     return random.Random(0).sample(rows, len(rows) // share)
 
 
-def share_right(judge: Judge, rows: list[dict]) -> float:
-    verdicts = [judge.submit(row["response"], row["answer"], row.get("id", "")) for row in rows]
+def share_right(verifier: Verifier, rows: list[dict]) -> float:
+    verdicts = [verifier.submit(row["response"], row["answer"], row.get("id", "")) for row in rows]
     return sum(verdict.result() == row["expected"] for verdict, row in zip(verdicts, rows, strict=True)) / len(rows)
 
 
 @needs_material
 @pytest.mark.parametrize("share", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(("name", "least"), [("cases", 0.97), ("must_reject", 0.995), ("must_accept", 0.98)])
-def test_labelled_answers(judge, name, least, share):
-    assert share_right(judge, labelled(name, share)) >= least
+def test_labelled_answers(verifier, name, least, share):
+    assert share_right(verifier, labelled(name, share)) >= least
 
 
 @needs_material
 @pytest.mark.slow
-def test_hostile_cases_stay_within_their_limit(judge):
+def test_hostile_cases_stay_within_their_limit(verifier):
     for row in labelled("cases", 1):
         if "limit_s" in row:
             start = time.perf_counter()

@@ -47,7 +47,7 @@ SHORT = {
 }
 
 
-class RuleJudge:
+class RuleVerifier:
     """Right is what has a length divisible by 3; no worker processes."""
 
     killed = 0
@@ -77,7 +77,7 @@ def short_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def start(short_model, tmp_path_factory):
-    """start(run_dir, key=value, ...) trains there and returns run_dir. Judge and check of answers are replaced."""
+    """start(run_dir, key=value, ...) trains there and returns run_dir. Verifier and check of answers are replaced."""
     problems = tmp_path_factory.mktemp("short") / "problems.jsonl"
     lines = (json.dumps({"uid": f"q{i}", "problem": f"{i}+1=", "answer": str(i + 1)}) for i in range(8))
     problems.write_text("\n".join(lines))
@@ -85,7 +85,7 @@ def start(short_model, tmp_path_factory):
     def start(run_dir: Path, **changes) -> Path:
         given = {"model": short_model, "data": problems, "eval_data": problems, "run_dir": run_dir}
         with pytest.MonkeyPatch.context() as patch, exit_cleanly():
-            patch.setattr(run, "Judge", RuleJudge)
+            patch.setattr(run, "Verifier", RuleVerifier)
             patch.setattr(verify, "check", lambda problems: [])
             r3.main([f"--{key}={value}" for key, value in (given | SHORT | changes).items()])
         return run_dir
@@ -94,17 +94,17 @@ def start(short_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def whole(start, tmp_path_factory):
-    """whole(key=value, ...) is the run directory of a run with these values that nothing interrupted."""
+def unbroken(start, tmp_path_factory):
+    """unbroken(key=value, ...) is the run directory of a run with these values that nothing interrupted."""
     done = {}
 
-    def whole(**changes) -> Path:
+    def unbroken(**changes) -> Path:
         key = repr(sorted(changes.items()))
         if key not in done:
-            done[key] = start(tmp_path_factory.mktemp("whole") / "run", **changes)
+            done[key] = start(tmp_path_factory.mktemp("unbroken") / "run", **changes)
         return done[key]
 
-    return whole
+    return unbroken
 
 
 class Killed(BaseException):
