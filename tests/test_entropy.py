@@ -499,7 +499,7 @@ def test_sampling_is_captured_in_a_cuda_graph():
 
 
 def import_another(name):
-    spec = importlib.util.spec_from_file_location(name.split(".")[-1], ROOT / f"{name.replace(chr(46), chr(47))}.py")
+    spec = importlib.util.spec_from_file_location(name, (ROOT / Path(*name.split("."))).with_suffix(".py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
