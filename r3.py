@@ -4,56 +4,65 @@
     python r3.py --config configs/r3_1.5b.yaml --run_dir=runs/first            # one GPU
     torchrun --nproc-per-node 8 r3.py --config configs/r3_7b.yaml --resume     # eight
 
-Algorithm 1. The numbers stand in the margin of `collect` and `train`.
+Algorithm 1. These line numbers stand in the margin of the code, in README.md and in ALGORITHM.md.
 
      1  for epoch = 1..E, batch D_b of queries q:
      2      one plain prompt for each q
      3      if epoch > 1: for each q with mean past accuracy < tau and a stored failure o_h:
                 add the prompt q (+) o_h (+) p_r                               ISR, in-context self-reflection
      4      sample a group G of responses to each prompt from pi_theta, verify each
-     5      no response right:  truncated ones earn the ranking reward         SERR, structural entropy ranking
-     6                          G <- G u k stored successes of q               CCR, cross-context replay
-     7      all right:          G <- G u k stored failures of q                CCR
+     5      all wrong:    truncated responses earn the ranking reward          SERR, structural entropy ranking
+     6                    G <- G u k stored successes of q                     CCR, cross-context replay
+     7      all correct:  G <- G u k stored failures of q                      CCR
      8      one optimiser step on the objective (Eq. 2) with the advantages of Eq. 1 and Eq. 3
      9      S <- S u the fresh responses
 
-Symbols: q query, uid its name · o_i response, attempt · G group (G_mix with replayed ones) · L tokens of a response ·
-R reward · A advantage · H entropy in nats · S buffer · tau, k, p, alpha, lambda, eps, beta: see Config ·
-pi_theta policy, pi_old the policy that sampled, pi_ref reference.
+The life of a response, by what it is in the group that trains on it:
 
-Departures from the paper, with reasons, are a table in README.md. The buffer is updated after the step (line 9), so
-that a step that is interrupted has changed nothing.
+                                     fresh, plain prompt    fresh, reflection prompt    replayed
+    enters the buffer S (9)          yes                    yes                         no, it is there already
+    counts for the query's accuracy  yes                    no                          no
+    can earn the ranking reward (5)  yes                    yes                         no
+    can be replayed (6, 7)           into any collapsed group of its query, same prompt kind first
+    is trained under                 its own prompt         its own prompt              its own prompt (replay_prompt)
+    pi_old                           the policy before the step (ratio 1)               as recorded (replay_logp)
+    KL term, gradient                yes, unless all advantages of its group are 0
+    denominator of the loss          yes, always
+
+Symbols: q query, uid its name · o_i response · G group (G_mix with replayed responses) · L tokens of a response ·
+R reward · A advantage · H entropy in nats · S buffer · tau, k, p, alpha, lambda, eps, beta: see Config ·
+pi_theta policy, pi_old the policy before the step, or the one that sampled · pi_ref reference.
+
+README.md has the departures from the paper. Line 9 follows line 8, so that an interrupted step changes nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import re
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-import eval as evaluation
+from eval import sample_and_grade
 from replay import PLAIN, REFLECTION, ReplayBuffer, Response
 from runtime import config as settings
 from runtime import model as lm
-from runtime import ranks as machine
 from runtime.config import bounded, one_of
 from runtime.errors import UserError, exit_cleanly
+from runtime.optimizer import optimizer_step
 from runtime.problems import Problem
-from runtime.ranks import Ranks
-from runtime.run import Run, evaluate, evaluation_due, log_step, print_result, save, set_up
+from runtime.ranks import Ranks, autocast
+from runtime.run import Run, interruptible, log_step, start, timed
 from sampling.gumbel import derive_seed
 
-# ------------------------------------------------------------------------------------------------ 1. Configuration
+# --------------------------------------------------------------------------------------------------- Configuration
 
 
 @dataclass(frozen=True)
@@ -63,96 +72,100 @@ class Config:
     # what is trained, and where
     model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"  # folder or hub name (the paper's small model)
     data: str = "agentica-org/DeepScaleR-Preview-Dataset"  # JSONL, parquet or hub name (the paper's set)
-    data_split: str = "train"
+    data_split: str = "train"  # split of a hub data set
     data_limit: int | None = bounded(None, low=1)  # only the first so many problems
-    problem_field: str = "problem"
-    answer_field: str = "answer"
-    uid_field: str = "uid"
+    problem_field: str = "problem"  # field of the problem; a dotted path reaches into nested fields
+    answer_field: str = "answer"  # field of the reference answer
+    uid_field: str = "uid"  # field of the query's name
     eval_data: str = ""  # JSONL, parquet or hub name; empty: no evaluation
-    eval_split: str = "test"
-    prompt_suffix: str = " Let's think step by step and output the final answer within \\boxed{}."
-    system_prompt: str = ""
-    run_dir: str = ""  # default: runs/<name of the config file>
-    seed: int = bounded(0, low=0)
+    eval_split: str = "test"  # split of a hub data set
+    prompt_suffix: str = (  # text after each problem
+        " Let's think step by step and output the final answer within \\boxed{}."
+    )
+    system_prompt: str = ""  # system turn; empty: none
+    run_dir: str = ""  # default: runs/NAME of the config file NAME.yaml
+    seed: int = bounded(0, low=0)  # of the order of the data and of every random draw
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = one_of("auto", "float32", "bfloat16")  # of matrix products; master weights are fp32
-    trust_remote_code: bool = False
-    check_answers: str = one_of("drop", "refuse", "off")  # reference answers that do not grade themselves as right
+    trust_remote_code: bool = False  # run code that the model's folder brings
+    check_answers: str = one_of("drop", "refuse", "off")  # reference answers that do not grade themselves as correct
 
     # the loop
-    steps: int | None = bounded(None, low=1)  # ends the run early
-    epochs: int = bounded(3, low=1)  # E
-    batch_size: int = bounded(128, low=1)  # queries a step, |D_b|
-    group_size: int = bounded(8, low=2)  # G
+    steps: int | None = bounded(None, low=1)  # optimiser batches; ends the run before `epochs` do
+    epochs: int = bounded(3, low=1)  # E, passes over the data
+    batch_size: int = bounded(128, low=1)  # |D_b|, queries per step
+    group_size: int = bounded(8, low=2)  # G, responses per prompt
     max_prompt_tokens: int = bounded(1024, low=1)  # plain prompts; longer ones are left out and counted
     max_new_tokens: int = bounded(8192, low=1)  # response budget (paper: 8K in training)
-    temperature: float = bounded(1.0, above=0)
-    top_p: float = 1.0  # anything else is refused in training (SPEC 8.2)
-    top_k: int = 0
-    slots: int = bounded(96, low=1)  # responses sampled side by side; each takes key/value cache for its longest
-    dynamic_sampling: bool = False  # DAPO: drop all-right and all-wrong groups and sample others in their place ...
-    dynamic_rounds: int = bounded(3, low=1)  # ... at most so many times a step
+    temperature: float = bounded(1.0, above=0)  # of sampling, and of every log-prob and entropy
+    top_p: float = 1.0  # 1: anything else is refused in training, for the ratio would compare two distributions
+    top_k: int = 0  # 0: anything else is refused in training
+    slots: int = bounded(96, low=1)  # responses sampled at the same time (max_num_seqs); each holds its cache
+    dynamic_sampling: bool = False  # DAPO: drop collapsed groups and sample other problems in their place ...
+    dynamic_rounds: int = bounded(3, low=1)  # ... at most so many times per step
 
-    # optimisation
-    lr: float = bounded(1e-6, above=0)
-    warmup_steps: int = bounded(0, low=0)  # linear
-    weight_decay: float = bounded(0.0, low=0)
-    grad_clip: float = bounded(1.0, above=0)  # gradient norm
+    # advantages and the optimiser
+    lr: float = bounded(1e-6, above=0)  # learning rate of AdamW
+    warmup_steps: int = bounded(0, low=0)  # linear warm-up of lr
+    weight_decay: float = bounded(0.0, low=0)  # of AdamW
+    grad_clip: float = bounded(1.0, above=0)  # largest gradient norm
     beta: float = bounded(0.001, low=0)  # KL weight in Eq. 2; 0: no reference model is loaded
-    eps_low: float = bounded(0.2, low=0, below=1)  # eps in Eq. 2
-    eps_high: float = bounded(0.28, low=0)
-    loss_agg: str = one_of("sequence", "token", "constant")  # Eq. 2, DAPO, Dr. GRPO
-    minibatches: int = bounded(1, low=1)  # optimiser steps a batch
-    token_budget: int = bounded(16384, low=1)  # tokens a forward and backward pass
-    gradient_checkpointing: bool = False
+    eps_low: float = bounded(0.2, low=0, below=1)  # eps in Eq. 2, below 1
+    eps_high: float = bounded(0.28, low=0)  # eps in Eq. 2, above 1 (clip-higher)
+    dual_clip: float = bounded(3.0, above=1)  # largest ratio of a token with A < 0 (Ye et al. 2020)
+    advantage_std: bool = True  # divide advantages by the std of the group; false: Dr. GRPO
+    loss_agg: str = one_of("sequence", "token", "constant")  # mean over tokens by Eq. 2, DAPO, Dr. GRPO
+    minibatches: int = bounded(1, low=1)  # optimiser steps per batch
+    token_budget: int = bounded(16384, low=1)  # tokens per forward and backward pass
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass
 
-    # rewards (SPEC section 2)
-    length_reward: float = bounded(1.0, low=0)  # w_len: R = 1 + w_len max(0, 1 - L / L_max) for a right answer
+    # rewards
+    length_reward: float = bounded(1.0, low=0)  # w_len in R = 1 + w_len max(0, 1 - L / L_max) of a correct response
     length_max: int = bounded(32768, low=1)  # L_max (paper: 32,768)
     overlong_tokens: int = bounded(0, low=0)  # DAPO: soft penalty over the last so many tokens of the budget; 0: none
 
     # CCR, cross-context replay
-    replay: bool = True
-    replay_k: int = bounded(2, low=1)  # k
-    alpha: float = bounded(1.0, above=0)  # Eq. 3
-    lam: float = bounded(1e-4, above=0)  # lambda, Eq. 1 and 3
-    replay_logp: str = one_of("behaviour", "current")  # pi_old of a replayed response
+    replay: bool = True  # CCR on
+    replay_k: int = bounded(2, low=1)  # k, replayed responses per collapsed group
+    alpha: float = bounded(1.0, above=0)  # alpha in Eq. 3, factor of the std where responses were replayed
+    lam: float = bounded(1e-4, above=0)  # lambda in Eq. 1 and 3
+    replay_logp: str = one_of("behaviour", "current")  # pi_old of replayed responses: as recorded, or recomputed
     replay_prompt: str = one_of("own", "group")  # the prompt that a replayed response is trained under
-    buffer_per_query: int = bounded(8, low=1)  # successes, and as many failures
+    buffer_per_query: int = bounded(8, low=1)  # stored successes per query, and as many failures
 
     # ISR, in-context self-reflection
-    reflect: bool = True
-    tau: float = bounded(0.25, low=0, high=1)  # hard: mean past accuracy below it
+    reflect: bool = True  # ISR on
+    tau: float = bounded(0.25, low=0, high=1)  # a query is hard if its mean past accuracy is below it
     min_history: int = bounded(8, low=1)  # verdicts before a query can count as hard
-    reflection_tokens: int = bounded(1024, low=1)  # of the failed attempt, cut at the front
+    reflection_tokens: int = bounded(1024, low=1)  # of the failed response that the prompt shows, cut at the front
     reflection_template: str = (  # q (+) o_h (+) p_r
         "{problem}\n\nHere is an earlier attempt at this problem. Its answer is wrong.\n\n<attempt>\n{attempt}\n"
         "</attempt>\n\nFind the first mistake in it and say why it is one. Then solve the problem again from the start."
     )
 
     # SERR, structural entropy ranking rewards
-    rank: bool = True
-    rank_on: str = one_of("truncated", "failed")
-    peak_ratio: float = bounded(0.2, above=0, high=1)  # p
-    r_max: float = bounded(0.5, low=0, below=1)  # R_max < 1: no failure beats a success
+    rank: bool = True  # SERR on
+    rank_on: str = one_of("truncated", "failed")  # responses of an all-wrong group that are ranked
+    peak_ratio: float = bounded(0.2, above=0, high=1)  # p, share of the tokens in E_peak
+    r_max: float = bounded(0.5, low=0, below=1)  # R_max, reward of the best rank; no failure beats a success
 
     # checkpoints, evaluation, logs
-    save_every: int = bounded(50, low=1)  # steps
+    save_every: int = bounded(50, low=1)  # steps between checkpoints
     save_dtype: str = one_of("float32", "bfloat16")  # of the exported weights; a resume is exact with either
-    checkpoints_kept: int = bounded(2, low=1)
-    resume: bool = False
+    checkpoints_kept: int = bounded(2, low=1)  # newest ones
+    resume: bool = False  # go on from the newest checkpoint in run_dir
     override_config: bool = False  # resume although the config differs from the run's
-    grace_seconds: float = bounded(60.0, above=0)  # from SIGTERM to the end
-    eval_every: int = bounded(50, low=1)  # steps
-    eval_n: int = bounded(16, low=1)  # N samples a problem (paper: 16)
-    eval_temperature: float = bounded(0.6, low=0)
-    eval_top_p: float = bounded(0.95, above=0, high=1)
-    eval_at_start: bool = True
-    eval_at_end: bool = True
-    eval_limit: int | None = bounded(None, low=1)  # problems
-    log_samples: int = bounded(8, low=0)  # responses a step in samples.jsonl
-    tensorboard: bool = False
-    wandb: bool = False
+    grace_seconds: float = bounded(60.0, above=0)  # from SIGTERM to the end of the process
+    eval_every: int = bounded(50, low=1)  # steps between evaluations
+    eval_n: int = bounded(16, low=1)  # N, samples per problem (paper: 16)
+    eval_temperature: float = bounded(0.6, low=0)  # 0: greedy
+    eval_top_p: float = bounded(0.95, above=0, high=1)  # nucleus
+    eval_at_start: bool = True  # evaluate the base model
+    eval_at_end: bool = True  # evaluate after the last step
+    eval_limit: int | None = bounded(None, low=1)  # only the first so many problems
+    log_samples: int = bounded(8, low=0)  # responses per step in samples.jsonl
+    tensorboard: bool = False  # write TensorBoard files too
+    wandb: bool = False  # log to Weights & Biases too
 
     def __post_init__(self):
         if self.top_p != 1 or self.top_k != 0:
@@ -160,15 +173,21 @@ class Config:
                 f"top_p = {self.top_p}, top_k = {self.top_k}, allowed in training: 1 and 0, for the ratio would "
                 "compare two distributions; eval_top_p is for evaluation"
             )
-        if self.minibatches > self.batch_size:
-            raise UserError(f"minibatches = {self.minibatches}, allowed: at most batch_size = {self.batch_size}")
+        for key, limit in (
+            ("minibatches", "batch_size"), ("replay_k", "buffer_per_query"), ("min_history", "history")
+        ):  # fmt: skip
+            if getattr(self, key) > getattr(self, limit):
+                name = limit if limit != "history" else "4 group_size"
+                raise UserError(f"{key} = {getattr(self, key)}, allowed: at most {name} = {getattr(self, limit)}")
         if self.overlong_tokens >= self.max_new_tokens:
             allowed = f"below max_new_tokens = {self.max_new_tokens}"
             raise UserError(f"overlong_tokens = {self.overlong_tokens}, allowed: {allowed}")
-        if self.replay_k > self.buffer_per_query:
-            raise UserError(f"replay_k = {self.replay_k}, allowed: at most buffer_per_query = {self.buffer_per_query}")
-        if self.reflect and self.min_history > self.history:
-            raise UserError(f"min_history = {self.min_history}, allowed: at most 4 group_size = {self.history}")
+        if self.dynamic_sampling and (self.replay or self.rank):
+            found = " and ".join(f"{key} = true" for key in ("replay", "rank") if getattr(self, key))
+            raise UserError(
+                f"dynamic_sampling = true with {found}, allowed: replay = false and rank = false, for it drops the "
+                "groups that replay and ranking work on"
+            )
         for place in ("{problem}", "{attempt}"):
             if place not in self.reflection_template:
                 raise UserError(f"reflection_template: found no {place}, allowed: text with {{problem}}, {{attempt}}")
@@ -180,20 +199,19 @@ class Config:
 
     @property
     def recompute_old_logp(self) -> bool:
-        """pi_old of replayed responses is recomputed: forced where they are trained under another prompt (SPEC 3)."""
+        """pi_old of a replayed response is recomputed: always so where it is trained under another prompt."""
         return self.replay_logp == "current" or self.replay_prompt == "group"
 
 
-# ------------------------------------------------------------------------------------------------------ 2. Rewards
+# --------------------------------------------------------------------------------------------------------- Rewards
 
 
 def outcome_reward(correct: bool, finished: bool, length: int, c: Config) -> float:
-    """SPEC section 2: R = 1 + w_len max(0, 1 - L/L_max) if right and finished, else 0; less DAPO's overlong penalty.
+    """R = 1 + w_len max(0, 1 - L/L_max) if correct and finished, else 0; less DAPO's overlong penalty.
 
     length: L in tokens, EOS included. The penalty falls from 0 to -1 over the last `overlong_tokens` of the budget.
     """
-    right = correct and finished
-    reward = 1.0 + c.length_reward * max(0.0, 1 - length / c.length_max) if right else 0.0
+    reward = 1.0 + c.length_reward * max(0.0, 1 - length / c.length_max) if correct and finished else 0.0
     over = length - (c.max_new_tokens - c.overlong_tokens)
     return reward - (min(1.0, over / c.overlong_tokens) if c.overlong_tokens and over > 0 else 0.0)
 
@@ -206,7 +224,7 @@ def peak_and_global(entropies: np.ndarray, peak_ratio: float) -> tuple[float, fl
 
 
 def serr(peak, glob, r_max: float) -> Tensor:
-    """SERR (SPEC section 2): ranking rewards [N] of N failures from E_peak [N] and E_glob [N].
+    """SERR (line 5): ranking rewards [N] of N failures from E_peak [N] and E_glob [N].
 
         i > j  iff  E_peak_i > E_peak_j and E_glob_i < E_glob_j        S_i = number of j that i dominates
         R_(k) = R_max (1 - k / (N-1)),  k the rank by S, best first
@@ -224,21 +242,21 @@ def serr(peak, glob, r_max: float) -> Tensor:
     return r_max * (1 - k.double() / (N - 1))
 
 
-# ------------------------------------------------------------------------------------------ 3. Informative groups
+# ---------------------------------------------------------------------------------------------- Informative groups
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of this step: the problem in plain form, or with a past failure to reflect on."""
+    """One prompt of this step: a query's problem in plain form, or with a past failure to reflect on."""
 
     problem: Problem
-    kind: str
+    kind: str  # PLAIN or REFLECTION
     ids: list[int]
 
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt and their rewards: fresh ones first, then replayed ones (G_mix)."""
+    """The responses to one prompt and their rewards: the fresh ones first, then the replayed ones (G_mix)."""
 
     prompt: Prompt
     responses: tuple[Response, ...]
@@ -252,86 +270,104 @@ class Group:
         return self.prompt.problem.uid
 
     @property
-    def collapsed(self) -> str:
-        """`none` right, `all` right, or empty: by the verifier's word on the fresh ones, before any shaping."""
-        right = sum(a.correct for a in self.responses[: self.n_fresh])
-        return "none" if right == 0 else "all" if right == self.n_fresh else ""
+    def n_correct(self) -> int:
+        """Correct fresh responses: the verifier's verdict, before any shaping of rewards."""
+        return sum(response.correct for response in self.responses[: self.n_fresh])
+
+    @property
+    def all_wrong(self) -> bool:
+        return self.n_correct == 0
+
+    @property
+    def all_correct(self) -> bool:
+        return self.n_correct == self.n_fresh
+
+    @property
+    def collapsed(self) -> bool:
+        return self.all_wrong or self.all_correct
 
 
 def rank_failures(group: Group, c: Config) -> Group:
     """SERR, line 5: truncated (or all failed) responses of an all-wrong group are rewarded by their entropy's shape.
 
-    Fewer than two of them have no rank, and the group stays as it is.
+    A group with fewer than two of them stays as it is: one response has no rank.
     """
-    chosen = [i for i, a in enumerate(group.responses[: group.n_fresh]) if c.rank_on == "failed" or not a.finished]
-    if group.collapsed != "none" or len(chosen) < 2:
+    ranked = [i for i, r in enumerate(group.responses[: group.n_fresh]) if c.rank_on == "failed" or not r.finished]
+    if not group.all_wrong or len(ranked) < 2:
         return group
-    peak, glob = zip(*(peak_and_global(group.entropies[i], c.peak_ratio) for i in chosen), strict=True)
+    peak, glob = zip(*(peak_and_global(group.entropies[i], c.peak_ratio) for i in ranked), strict=True)
     rewards = list(group.rewards)
-    for i, reward in zip(chosen, serr(peak, glob, c.r_max).tolist(), strict=True):
+    for i, reward in zip(ranked, serr(peak, glob, c.r_max).tolist(), strict=True):
         rewards[i] += reward
-    return replace(group, rewards=tuple(rewards), n_ranked=len(chosen))
+    return replace(group, rewards=tuple(rewards), n_ranked=len(ranked))
 
 
 def inject_replay(group: Group, buffer: ReplayBuffer, c: Config, rng: random.Random) -> Group:
-    """CCR, lines 6 and 7: a collapsed group gets k stored responses of its query with the opposite verdict.
+    """CCR, lines 6 and 7: an all-wrong group gets k stored successes of its query, an all-correct one k failures.
 
-    A group that is mixed already, or whose query has none stored, stays as it is.
+    A mixed group stays as it is, and so does one whose query has nothing stored with the opposite verdict.
     """
     if not group.collapsed:
         return group
-    found = buffer.recall(group.uid, group.collapsed == "none", c.replay_k, rng, group.prompt.kind)
+    found = buffer.recall(group.uid, group.all_wrong, c.replay_k, rng, group.prompt.kind)
     if c.replay_prompt == "group":
-        found = [replace(a, prompt_ids=group.prompt.ids) for a in found]
-    rewards = group.rewards + tuple(a.reward for a in found)
+        found = [replace(response, prompt_ids=group.prompt.ids) for response in found]
+    rewards = group.rewards + tuple(response.reward for response in found)
     return replace(group, responses=group.responses + tuple(found), rewards=rewards)
 
 
 def reflection_prompt(problem: str, attempt: str, template: str) -> str:
-    """ISR, line 3 (SPEC section 5): q (+) o_h (+) p_r as one user turn. Braces in problem and attempt mean nothing."""
+    """ISR, line 3: q (+) o_h (+) p_r as one user turn. Braces in the problem and in the failed response are text."""
     parts = {"{problem}": problem, "{attempt}": attempt}
     return re.sub(r"\{problem\}|\{attempt\}", lambda m: parts[m.group()], template)
 
 
 def failure_excerpt(response_ids: Sequence[int], tokenizer, max_tokens: int) -> str:
-    """What a reflection shows of a failure: its part after `</think>`, or all, of which the last `max_tokens`."""
+    """What a reflection prompt shows of a failure: its text after `</think>`, or all; the last `max_tokens` of it."""
     text = tokenizer.decode(response_ids, skip_special_tokens=True).rpartition("</think>")[2].strip()
     ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= max_tokens else tokenizer.decode(ids[-max_tokens:]).strip()
 
 
-# ---------------------------------------------------------------------------------------- 4. Advantage and loss
+# --------------------------------------------------------------------------------------------- Advantage and loss
 
 
-def group_advantages(rewards, alpha: float, lam: float) -> Tensor:
-    """Advantages [n] of a group's rewards [n], statistics over all of them, injected ones included.
+def group_advantages(rewards, alpha: float, lam: float, std: bool = True) -> Tensor:
+    """Advantages [n] of a group's rewards [n], statistics over all of them, replayed ones included.
 
         A_i = (R_i - mean R) / (alpha std R + lambda)        (Eq. 3; alpha = 1 is Eq. 1)
+        A_i = R_i - mean R                                   (std = False: Dr. GRPO)
 
     Population std (ddof 0). Equal rewards give exactly 0, not NaN: a std below 1e-6 counts as 0.
     """
     R = torch.as_tensor(rewards, dtype=torch.float64)
-    std = R.std(correction=0)
-    if std < 1e-6:
+    sigma = R.std(correction=0)
+    if sigma < 1e-6:
         return torch.zeros_like(R)
-    return (R - R.mean()) / (alpha * std + lam)
+    return (R - R.mean()) / (alpha * sigma + lam) if std else R - R.mean()
 
 
-def grpo_loss(logp, old_logp, ref_logp, A, weight, eps_low: float, eps_high: float, beta: float):
+MAX_LOG_RATIO = 20.0  # nats: e^20 is finite in fp32, and so is the loss of a token that the policy has left behind
+
+
+def grpo_loss(logp, old_logp, ref_logp, A, weight, eps_low: float, eps_high: float, beta: float, dual_clip=math.inf):
     """-J of Eq. 2 over N response tokens; all arguments [N], `ref_logp` None where beta is 0. Returns (loss, sums).
 
         r = pi_theta / pi_old
         J = sum_t weight_t (min(r A, clip(r, 1 - eps_low, 1 + eps_high) A) - beta KL_k3(pi_theta || pi_ref))
         KL_k3 = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1
 
-    `weight` holds the whole aggregation, one denominator for the optimiser step (`token_weight`).
+    Where A < 0, r counts as `dual_clip` at most (Ye et al. 2020, Eq. 5). Log-ratios stay within +-MAX_LOG_RATIO; a
+    token beyond either bound has no gradient. `weight` holds the aggregation: one denominator per optimiser step.
     """
-    r = torch.exp(logp - old_logp)
+    r = torch.exp(torch.clamp(logp - old_logp, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     clipped = torch.clamp(r, 1 - eps_low, 1 + eps_high)
     J = torch.minimum(r * A, clipped * A)
+    J = torch.where(A < 0, torch.maximum(J, dual_clip * A), J) if dual_clip < math.inf else J
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
-        kl = torch.exp(ref_logp - logp) - (ref_logp - logp) - 1
+        log_ratio = torch.clamp(ref_logp - logp, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        kl = torch.exp(log_ratio) - log_ratio - 1
         J = J - beta * kl
     loss = -(weight * J).sum()
     sums = {"kl": kl.detach().sum(), "clip_fraction": (r * A > clipped * A).sum(), "ratio": r.detach()}
@@ -360,37 +396,43 @@ class Example:
     response_ids: Sequence[int]
     A: float
     weight: float  # of each token
-    old_logp: np.ndarray | None  # (L,); None: log-probs of the current policy, ratio 1
+    old_logp: np.ndarray | None  # pi_old, (L,); None: the policy itself before the step, ratio 1
     replayed: bool
 
 
 def training_examples(groups: Sequence[Group], ranks: Ranks, c: Config) -> list[Example]:
-    """The responses that an optimiser step trains on: those of groups whose advantages are not all 0."""
-    responses = [a for g in groups for a in g.responses]
-    totals = ranks.sum([len(groups), len(responses), sum(len(a.response_ids) for a in responses)])
-    rows = []
+    """The responses of an optimiser step: all responses of the groups whose advantages are not all 0.
+
+    pi_old of a fresh response is the policy before the step, of a replayed one what was recorded when it was sampled.
+    """
+    lengths = [len(response.response_ids) for g in groups for response in g.responses]
+    totals = ranks.sum([len(groups), len(lengths), sum(lengths)])
+    examples = []
     for g in groups:
-        replayed = len(g.responses) > g.n_fresh
-        A = group_advantages(g.rewards, c.alpha if replayed else 1.0, c.lam)  # Eq. 3, Eq. 1
+        alpha = c.alpha if len(g.responses) > g.n_fresh else 1.0  # Eq. 3 with replayed responses, else Eq. 1
+        A = group_advantages(g.rewards, alpha, c.lam, c.advantage_std)
         if not A.any():
             continue
-        for i, (a, A_i) in enumerate(zip(g.responses, A.tolist(), strict=True)):
-            weight = token_weight(c.loss_agg, len(a.response_ids), len(g.responses), totals, c.max_new_tokens)
-            old = a.logprobs if i >= g.n_fresh and not c.recompute_old_logp else None
-            rows.append(Example(g.uid, a.prompt_ids, a.response_ids, A_i, weight, old, i >= g.n_fresh))
-    return rows
+        for i, (response, A_i) in enumerate(zip(g.responses, A.tolist(), strict=True)):
+            ids, replayed = response.response_ids, i >= g.n_fresh
+            weight = token_weight(c.loss_agg, len(ids), len(g.responses), totals, c.max_new_tokens)
+            old_logp = response.logprobs if replayed and not c.recompute_old_logp else None
+            examples.append(Example(g.uid, response.prompt_ids, ids, A_i, weight, old_logp, replayed))
+    return examples
 
 
-# ------------------------------------------------------------------------------------------------ 5. Algorithm 1
+# ----------------------------------------------------------------------------------------------------- Algorithm 1
 
 
+@timed
 def collect(run: Run, batch: list[Problem], epoch: int, step: int) -> tuple[list[Group], list[Group]]:
     """Lines 2 to 7: the groups to learn from, made informative; and all groups as they were sampled."""
     c = run.config
-    queries = [Prompt(p, PLAIN, run.prompts[p.uid]) for p in batch]  # 2
+    run.sampler.load(run.policy)
+    prompts = [Prompt(problem, PLAIN, run.prompts[problem.uid]) for problem in batch]  # 2
     if c.reflect and epoch > 1:
-        queries += reflections(run, batch, step)  # 3
-    groups = sampled = rollout(run, queries, step)  # 4
+        prompts += reflections(run, batch, step)  # 3
+    groups = sampled = rollout(run, prompts, step)  # 4
     if c.dynamic_sampling:
         groups, sampled = resample(run, groups, step)
     if c.rank:
@@ -401,50 +443,49 @@ def collect(run: Run, batch: list[Problem], epoch: int, step: int) -> tuple[list
 
 
 def rng(c: Config, *key) -> random.Random:
-    """A random stream of its own for each place that needs one, so that a resumed run draws the same."""
+    """A random generator of its own for each place that needs one, so that a resumed run draws the same numbers."""
     return random.Random(derive_seed(c.seed, *key))
 
 
 def reflections(run: Run, batch: list[Problem], step: int) -> list[Prompt]:
     """Line 3: a reflection prompt for each hard query of the batch that has a stored failure."""
     c, found = run.config, []
-    for p in batch:
-        accuracy = run.buffer.accuracy(p.uid)
-        failure = run.buffer.failure(p.uid, rng(c, step, p.uid, "failure"))
+    for problem in batch:
+        accuracy = run.buffer.accuracy(problem.uid)
+        failure = run.buffer.failure(problem.uid, rng(c, step, problem.uid, "failure"))
         if accuracy is not None and accuracy < c.tau and failure is not None:
             shown = failure_excerpt(failure.response_ids, run.tokenizer, c.reflection_tokens)
-            text = reflection_prompt(p.problem, shown, c.reflection_template)
-            prompt = lm.chat_prompt(run.tokenizer, text + c.prompt_suffix, c.system_prompt)
-            if len(prompt) + c.max_new_tokens <= run.sampler.max_len:  # text encoded anew may be longer than it was
-                found.append(Prompt(p, REFLECTION, prompt))
+            text = reflection_prompt(problem.problem, shown, c.reflection_template)
+            ids = lm.chat_prompt(run.tokenizer, text + c.prompt_suffix, c.system_prompt)
+            if len(ids) + c.max_new_tokens <= run.sampler.max_len:  # an excerpt that is encoded anew may be longer
+                found.append(Prompt(problem, REFLECTION, ids))
     return found
 
 
-def rollout(run: Run, queries: list[Prompt], step: int) -> list[Group]:
+@interruptible
+def rollout(run: Run, prompts: list[Prompt], step: int) -> list[Group]:
     """Line 4: G fresh responses to each prompt, each verified while others are still being sampled."""
     c = run.config
-    with run.signals.interruptible():
-        graded = evaluation.sample_and_grade(
-            run.sampler,
-            run.verifier,
-            lambda ids: run.tokenizer.decode(ids, skip_special_tokens=True),
-            [q.ids for q in queries],
-            [q.problem for q in queries],
-            n=c.group_size,
-            max_new_tokens=c.max_new_tokens,
-            temperature=c.temperature,
-            seed=[derive_seed(c.seed, step, q.problem.uid, q.kind) for q in queries],
-        )
+    graded = sample_and_grade(
+        run.sampler,
+        run.verifier,
+        lambda ids: run.tokenizer.decode(ids, skip_special_tokens=True),
+        [prompt.ids for prompt in prompts],
+        [prompt.problem for prompt in prompts],
+        n=c.group_size,
+        max_new_tokens=c.max_new_tokens,
+        temperature=c.temperature,
+        seed=[derive_seed(c.seed, step, prompt.problem.uid, prompt.kind) for prompt in prompts],
+    )
     groups = []
-    for query, answers in zip(queries, graded, strict=True):
-        responses, entropies = [], []
+    for prompt, answers in zip(prompts, graded, strict=True):
+        responses = []
         for s, correct in answers:
             reward = outcome_reward(correct, s.finished, len(s.response_ids), c)
-            ids = query.ids, s.response_ids
-            responses.append(Response(*ids, s.logprobs, correct, s.finished, reward, step, query.kind))
-            entropies.append(s.entropies)
-        rewards = tuple(a.reward for a in responses)
-        groups.append(Group(query, tuple(responses), rewards, tuple(entropies), len(responses)))
+            verified = (correct, s.finished, reward, step, prompt.kind)
+            responses.append(Response(prompt.ids, s.response_ids, s.logprobs, *verified))
+        rewards, entropies = tuple(r.reward for r in responses), tuple(s.entropies for s, _ in answers)
+        groups.append(Group(prompt, tuple(responses), rewards, entropies, n_fresh=len(responses)))
     return groups
 
 
@@ -455,17 +496,18 @@ def resample(run: Run, groups: list[Group], step: int) -> tuple[list[Group], lis
     """
     c, ranks = run.config, run.ranks
     (wanted,) = ranks.sum([len(groups)])
+    sampled, seen = list(groups), {problem.uid for problem in batch_of(run, step, all_ranks=True)}
     pool = rng(c, step, "dynamic").sample(run.problems, len(run.problems))
-    sampled, seen = list(groups), {p.uid for p in batch_of(run, step, all_ranks=True)}
-    pool = [p for p in pool if p.uid not in seen]
+    pool = [problem for problem in pool if problem.uid not in seen]
     for _ in range(c.dynamic_rounds):
         (mixed,) = ranks.sum([sum(not g.collapsed for g in sampled)])
         more, pool = pool[: int(wanted - mixed)], pool[int(wanted - mixed) :]
-        mine = [p for p in more if ranks.owns(p.uid)]
-        sampled += rollout(run, [Prompt(p, PLAIN, run.prompts[p.uid]) for p in mine], step)
+        mine = [problem for problem in more if ranks.owns(problem.uid)]
+        sampled += rollout(run, [Prompt(problem, PLAIN, run.prompts[problem.uid]) for problem in mine], step)
     return [g for g in sampled if not g.collapsed], sampled
 
 
+@timed
 def update(run: Run, groups: list[Group], step: int) -> dict[str, tuple[float, float]]:
     """Line 8: one optimiser step on Eq. 2 over all groups, or one for each of `minibatches` parts of them.
 
@@ -476,160 +518,80 @@ def update(run: Run, groups: list[Group], step: int) -> dict[str, tuple[float, f
         options["lr"] = c.lr * min(1.0, step / max(1, c.warmup_steps))
     parts = [training_examples(groups[m :: c.minibatches], run.ranks, c) for m in range(c.minibatches)]
     if c.minibatches > 1:  # the policy moves between the parts: pi_old is taken once, before the first step
-        with run.signals.interruptible():
-            parts = [with_old_logprobs(run, rows) for rows in parts]
-    totals: dict[str, tuple[float, float]] = {}
-    for rows in parts:
-        for name, (value, weight) in optimise(run, rows).items():
-            before = totals.get(name, (0.0, 0.0))
-            totals[name] = (before[0] + value, before[1] + weight)
+        parts = [with_old_logprobs(run, examples) for examples in parts]
+    steps = [optimizer_step(run, examples, partial(add_gradient, run)) for examples in parts]
+    totals = {name: tuple(map(sum, zip(*(s[name] for s in steps), strict=True))) for name in steps[0]}
     return totals | {"lr": (run.optimizer.param_groups[0]["lr"], 1.0)}
 
 
-def optimise(run: Run, rows: list[Example]) -> dict[str, tuple[float, float]]:
-    """One optimiser step on `rows` of this rank and those of the others; skipped if nothing is there or not finite."""
-    c, parameters = run.config, [p for p in run.policy.parameters() if p.requires_grad]
-    between = not run.checkpointable  # two optimiser steps of a batch: not to be interrupted
-    with contextlib.nullcontext() if between else run.signals.interruptible():
-        sums = gradients(run, rows)
-    run.ranks.sum_gradients(parameters)
-    (n_rows,) = run.ranks.sum([len(rows)])
-    nothing = dict.fromkeys(("loss", "kl", "clip_fraction", "ratio_replayed", "grad_norm"), (0.0, 0.0))
-    if not n_rows:  # nothing to learn from: no gradient, and no weight decay either
-        return nothing | {"skipped": (1.0, 1.0)}
-    norm = torch.nn.utils.clip_grad_norm_(parameters, c.grad_clip)
-    (loss,) = run.ranks.sum([sums[0].item()])
-    finite = math.isfinite(loss) and math.isfinite(norm.item())
-    run.bad_steps = 0 if finite else run.bad_steps + 1
-    if not finite:
-        uids = ", ".join(sorted({r.uid for r in rows}))
-        print(f"\nloss {loss}, gradient norm {norm.item()}: step skipped; its queries: {uids}", file=sys.stderr)
-        if run.bad_steps >= 10:
-            raise UserError(f"lr = {c.lr}: ten steps in a row had no finite loss and gradient; try a smaller one")
-        return nothing | {"skipped": (1.0, 1.0)}
-    run.checkpointable = False
-    run.optimizer.step()
-    _, kl, clipped, ratio, replayed = sums.tolist()
-    tokens = sum(len(r.response_ids) for r in rows)
-    return {
-        "loss": (loss, 1.0),
-        "kl": (kl, tokens),
-        "clip_fraction": (clipped, tokens),
-        "ratio_replayed": (ratio, replayed),
-        "grad_norm": (norm.item(), 1.0),
-        "skipped": (0.0, 1.0),
-    }
-
-
-def gradients(run: Run, rows: list[Example]) -> Tensor:
-    """The gradient of the loss over `rows`, in the parameters' `.grad`; returns its sums [5] as `backward` does.
-
-    Out of memory: all anew with half the token budget, for the pass that failed has added a part of its gradient.
-    """
-    lengths = [len(r.prompt_ids) + len(r.response_ids) for r in rows]
-    for token_budget in (run.config.token_budget, run.config.token_budget // 2):
-        run.optimizer.zero_grad(set_to_none=True)
-        sums = torch.zeros(5, dtype=torch.float64, device=run.ranks.device)
-        try:
-            for batch in lm.micro_batches(lengths, token_budget):
-                sums += backward(run, [rows[i] for i in batch])
-            return sums
-        except torch.OutOfMemoryError:
-            print(f"\nout of memory in a micro-batch of at most {token_budget} tokens", file=sys.stderr)
-        machine.free_memory(run.ranks.device)
-    raise UserError(
-        f"token_budget = {run.config.token_budget}: out of memory, with half of it too; allowed: a smaller "
-        "token_budget, max_new_tokens or slots, or gradient_checkpointing = true"
-    )
-
-
-def backward(run: Run, rows: list[Example]) -> Tensor:
-    """Adds a micro-batch's gradient; returns sums [5]: loss, KL, clipped tokens, ratio and tokens of replayed ones."""
+def add_gradient(run: Run, examples: list[Example]) -> dict[str, tuple[Tensor, float]]:
+    """Adds the gradient of one micro-batch to the parameters' `.grad`. Returns name -> (sum, weight) of its metrics."""
     c, device = run.config, run.ranks.device
-    lengths = torch.tensor([len(r.response_ids) for r in rows], device=device)
+    lengths = torch.tensor([len(e.response_ids) for e in examples], device=device)
 
-    def per_token(values: list[float]) -> Tensor:  # [rows] -> [N]
+    def per_token(values: list[float]) -> Tensor:  # [examples] -> [N]
         return torch.tensor(values, device=device).repeat_interleave(lengths)
 
     none = np.float32(np.nan)
-    given = [np.full(len(r.response_ids), none) if r.old_logp is None else r.old_logp for r in rows]
+    given = [np.full(len(e.response_ids), none) if e.old_logp is None else e.old_logp for e in examples]
     given = torch.from_numpy(np.concatenate(given)).to(device)
-    logp = logprobs(run, run.policy, rows)  # (N,)
+    logp = logprobs(run, run.policy, examples)  # (N,)
     old_logp = torch.where(given.isnan(), logp.detach(), given)
     ref_logp = None
     if run.reference is not None:
         with torch.no_grad():
-            ref_logp = logprobs(run, run.reference, rows)
-    A, weight = per_token([r.A for r in rows]), per_token([r.weight for r in rows])
-    loss, sums = grpo_loss(logp, old_logp, ref_logp, A, weight, c.eps_low, c.eps_high, c.beta)
+            ref_logp = logprobs(run, run.reference, examples)
+    A, weight = per_token([e.A for e in examples]), per_token([e.weight for e in examples])
+    loss, sums = grpo_loss(logp, old_logp, ref_logp, A, weight, c.eps_low, c.eps_high, c.beta, c.dual_clip)
     loss.backward()
-    replayed = per_token([float(r.replayed) for r in rows])
-    ratio = torch.where(replayed > 0, sums["ratio"], 0.0).sum()
-    return torch.stack([loss.detach(), sums["kl"], sums["clip_fraction"], ratio, replayed.sum()]).double()
+    replayed = per_token([e.replayed for e in examples])
+    ratio, N = torch.where(replayed, sums["ratio"], 0.0).sum(), len(logp)
+    n_replayed = sum(len(e.response_ids) for e in examples if e.replayed)
+    means = {"kl": (sums["kl"], N), "clip_fraction": (sums["clip_fraction"], N), "ratio_replayed": (ratio, n_replayed)}
+    return {"loss": (loss.detach(), 1)} | means
 
 
-def logprobs(run: Run, model, rows: list[Example]) -> Tensor:
-    """log pi of all response tokens of `rows`, [N] fp32, at the sampling temperature."""
-    with machine.autocast(run.ranks.device, run.config.dtype):
-        return lm.token_logprobs(model, [(r.prompt_ids, r.response_ids) for r in rows], run.config.temperature)[0]
+def logprobs(run: Run, model, examples: list[Example]) -> Tensor:
+    """log pi of all response tokens of `examples`, [N] fp32, at the sampling temperature."""
+    with autocast(run.ranks.device, run.config.dtype):
+        return lm.token_logprobs(model, [(e.prompt_ids, e.response_ids) for e in examples], run.config.temperature)[0]
 
 
+@interruptible
 @torch.no_grad()
-def with_old_logprobs(run: Run, rows: list[Example]) -> list[Example]:
-    """The rows with pi_old of the current policy where none was recorded."""
-    out = list(rows)
-    for batch in lm.micro_batches([len(r.prompt_ids) + len(r.response_ids) for r in rows], run.config.token_budget):
-        logp = logprobs(run, run.policy, [rows[i] for i in batch]).cpu().numpy()
-        pieces = np.split(logp, np.cumsum([len(rows[i].response_ids) for i in batch])[:-1])
-        for i, old in zip(batch, pieces, strict=True):
-            out[i] = replace(rows[i], old_logp=old) if rows[i].old_logp is None else rows[i]
+def with_old_logprobs(run: Run, examples: list[Example]) -> list[Example]:
+    """The examples with pi_old of the current policy where none was recorded."""
+    out = list(examples)
+    for batch in lm.micro_batches([len(e.prompt_ids) + len(e.response_ids) for e in examples], run.config.token_budget):
+        logp = logprobs(run, run.policy, [examples[i] for i in batch]).cpu().numpy()
+        pieces = np.split(logp, np.cumsum([len(examples[i].response_ids) for i in batch])[:-1])
+        for i, old_logp in zip(batch, pieces, strict=True):
+            out[i] = replace(out[i], old_logp=old_logp) if out[i].old_logp is None else out[i]
     return out
 
 
 def train(config: Config) -> None:
     """Algorithm 1 from the base model to the last evaluation; resumes where the newest checkpoint ends."""
-    with contextlib.ExitStack() as stack:
-        run = set_up(config, stack)
-        stack.enter_context(run.signals.saving(lambda: save(run)))
-        bar = stack.enter_context(tqdm(total=run.steps, initial=run.step, unit="step", disable=not run.ranks.main))
-        while True:
-            if evaluation_due(run):
-                evaluate(run)
-            if run.step == run.steps:
-                break
-            step, epoch = run.step + 1, run.step // run.steps_an_epoch + 1  # 1
-            start = time.perf_counter()
-            run.sampler.load(run.policy)
+    with start(config) as run:
+        for step, epoch in run.steps_left():  # 1; evaluates and saves when it is due
             groups, sampled = collect(run, batch_of(run, step), epoch, step)  # 2-7
-            middle = time.perf_counter()
             learning = update(run, groups, step)  # 8
-            run.checkpointable = False
-            for g in sampled:
-                run.buffer.add(g.uid, g.responses)  # 9
-            run.step = step
-            log_step(run, bar, epoch, groups, sampled, learning, (middle - start, time.perf_counter() - middle))
-            run.checkpointable = True
-            if step == run.steps or step % config.save_every == 0:
-                save(run)
-        bar.close()
-        if run.ranks.main:
-            print_result(run)
+            with run.finishing(step):
+                for g in sampled:
+                    run.buffer.add(g.uid, g.responses)  # 9
+                log_step(run, epoch, groups, sampled, learning)
 
 
 def batch_of(run: Run, step: int, all_ranks: bool = False) -> list[Problem]:
     """D_b of this step, this rank's part: each epoch is a new permutation without its incomplete last batch."""
-    epoch, i = divmod(step - 1, run.steps_an_epoch)
+    epoch, i = divmod(step - 1, run.steps_per_epoch)
     order = rng(run.config, "epoch", epoch).sample(run.problems, len(run.problems))
     batch = order[i * run.config.batch_size :][: run.config.batch_size]
-    return [p for p in batch if all_ranks or run.ranks.owns(p.uid)]
+    return [problem for problem in batch if all_ranks or run.ranks.owns(problem.uid)]
 
 
 def main(argv: Sequence[str]) -> None:
-    try:
-        train(settings.parse(Config, argv))
-    except torch.OutOfMemoryError as error:
-        helps = "a smaller token_budget, slots or max_new_tokens, or gradient_checkpointing = true"
-        raise UserError(f"{str(error).splitlines()[0]} What helps: {helps}") from error
+    train(settings.parse(Config, argv))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""run.py: one run: its parts, made from a config; its rows in the logs, its evaluations and its checkpoints.
+"""run.py: one run: its parts, made from a config; its logs, its evaluations, its checkpoints, and how it is stopped.
 
     runs/NAME/config.yaml                the resolved config
              metrics.jsonl               a line a step; evaluations are lines of their own
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,18 +60,80 @@ class Run:
     eval_problems: list[Problem]
     logs: Logs | None = None
     step: int = 0  # finished ones
+    bar: tqdm | None = None
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # of the parts of this step
     checkpointable: bool = True  # policy, optimiser, buffer and logs are all those of `step`
     saved: int = 0  # the step of the newest checkpoint
     evaluated: int = -1  # the step of the last evaluation
     bad_steps: int = 0  # in a row, with a loss or gradient that was not finite
 
     @property
-    def steps_an_epoch(self) -> int:
+    def steps_per_epoch(self) -> int:
         return len(self.problems) // self.config.batch_size
 
     @property
     def steps(self) -> int:
-        return min(self.config.epochs * self.steps_an_epoch, self.config.steps or sys.maxsize)
+        return min(self.config.epochs * self.steps_per_epoch, self.config.steps or sys.maxsize)
+
+    def steps_left(self) -> Iterator[tuple[int, int]]:
+        """(step, epoch) of each step that is left, both counted from 1; evaluates before and saves after when due."""
+        while True:
+            if evaluation_due(self):
+                evaluate(self)
+            if self.step == self.steps:
+                return
+            yield self.step + 1, self.step // self.steps_per_epoch + 1
+            if self.step == self.steps or self.step % self.config.save_every == 0:
+                save(self)
+
+    @contextlib.contextmanager
+    def finishing(self, step: int) -> Iterator[None]:
+        """Around what is left of a step once the weights have moved. A run that is stopped in it saves at its end."""
+        self.checkpointable, self.step = False, step
+        yield
+        self.checkpointable = True
+
+
+def interruptible(work: Callable) -> Callable:
+    """work(run, ...) changes nothing that a checkpoint holds: a signal may end it anywhere; the step is repeated."""
+
+    @functools.wraps(work)
+    def wrapped(run: Run, *args, **kwargs):
+        with run.signals.interruptible():
+            return work(run, *args, **kwargs)
+
+    return wrapped
+
+
+def timed(work: Callable) -> Callable:
+    """The seconds of work(run, ...) are in run.seconds, under its name."""
+
+    @functools.wraps(work)
+    def wrapped(run: Run, *args, **kwargs):
+        begun = time.perf_counter()
+        result = work(run, *args, **kwargs)
+        run.seconds[work.__name__] = time.perf_counter() - begun
+        return result
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def start(config) -> Iterator[Run]:
+    """A run from its config, new or resumed; at the end its result is printed. Stopped or crashed, it is saved."""
+    try:
+        with contextlib.ExitStack() as stack:
+            run = set_up(config, stack)
+            stack.enter_context(run.signals.saving(lambda: save(run)))
+            bar = tqdm(total=run.steps, initial=run.step, unit="step", disable=not run.ranks.main)
+            run.bar = stack.enter_context(bar)
+            yield run
+            run.bar.close()
+            if run.ranks.main:
+                print_result(run)
+    except torch.OutOfMemoryError as error:
+        helps = "a smaller token_budget, slots or max_new_tokens, or gradient_checkpointing = true"
+        raise UserError(f"{str(error).splitlines()[0]} What helps: {helps}") from error
 
 
 def set_up(c, stack: contextlib.ExitStack) -> Run:
@@ -164,8 +228,8 @@ def describe(groups: Sequence, suffix: str = "") -> dict[str, tuple[float, float
     pairs = {
         "reward": (sum(a.reward for a in responses), n),
         "accuracy": (sum(a.correct for a in responses), n),
-        "solve_all": (sum(g.collapsed == "all" for g in groups), len(groups)),
-        "solve_none": (sum(g.collapsed == "none" for g in groups), len(groups)),
+        "solve_all": (sum(g.all_correct for g in groups), len(groups)),
+        "solve_none": (sum(g.all_wrong for g in groups), len(groups)),
         "truncated": (sum(not a.finished for a in responses), n),
         "response_tokens": (tokens, n),
         "entropy": (sum(float(H.sum(dtype=np.float64)) for g in groups for H in g.entropies), tokens),
@@ -173,8 +237,9 @@ def describe(groups: Sequence, suffix: str = "") -> dict[str, tuple[float, float
     return {name + suffix: pair for name, pair in pairs.items()}
 
 
-def log_step(run: Run, bar, epoch: int, groups, sampled, learning, seconds: tuple[float, float]) -> None:
+def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
     """One row of metrics.jsonl, a few responses for samples.jsonl, and the bar."""
+    seconds = run.seconds["collect"], run.seconds["update"]
     kinds = {kind: [g for g in sampled if g.prompt.kind == kind] for kind in (PLAIN, REFLECTION)}
     once = float(run.ranks.main)  # a count is a sum over ranks: (count, 1) on one rank, (count, 0) on the others
     pairs = {
@@ -197,8 +262,8 @@ def log_step(run: Run, bar, epoch: int, groups, sampled, learning, seconds: tupl
         n = run.config.log_samples
         run.logs.samples([sample_record(run, g) for g in groups[:: max(1, len(groups) // max(1, n))][:n]])
         shown = {k: row[k] for k in ("reward", "accuracy", "entropy", "replayed", "reflected", "ranked")}
-        bar.set_postfix({k: f"{v:.3g}" if v is not None else "-" for k, v in shown.items()}, refresh=False)
-        bar.update()
+        run.bar.set_postfix({k: f"{v:.3g}" if v is not None else "-" for k, v in shown.items()}, refresh=False)
+        run.bar.update()
 
 
 def sample_record(run: Run, group) -> dict:

@@ -6,6 +6,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import contextlib
 import dataclasses
+import functools
 import json
 import types
 from pathlib import Path
@@ -107,6 +108,16 @@ def train_run(policy, **changes):
     config = r3.Config(**{"beta": 0.0, "dtype": "float32", "device": "cpu", "lr": 1e-3, **changes})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0)
     signals = types.SimpleNamespace(interruptible=contextlib.nullcontext)
-    empty = {f.name: None for f in dataclasses.fields(run.Run) if f.default is dataclasses.MISSING}
+    required = (f for f in dataclasses.fields(run.Run) if f.default is f.default_factory is dataclasses.MISSING)
+    empty = {f.name: None for f in required}
     parts = {"ranks": machine.Ranks(0, 1, torch.device("cpu")), "optimizer": optimizer, "signals": signals}
     return run.Run(**{**empty, **parts, "config": config, "policy": policy})
+
+
+def step_on(run, groups):
+    """One optimiser step on the groups; its metrics, name -> (sum, weight)."""
+    import r3
+    from runtime.optimizer import optimizer_step
+
+    examples = r3.training_examples(groups, run.ranks, run.config)
+    return optimizer_step(run, examples, functools.partial(r3.add_gradient, run))

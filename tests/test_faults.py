@@ -17,6 +17,7 @@ import r3
 import rollout
 import verify
 from runtime import model as lm
+from runtime import optimizer
 from runtime.errors import UserError
 from sampling import gumbel
 
@@ -66,7 +67,7 @@ def nan_loss(result, *_):
     return loss * math.nan, sums
 
 
-def infinite_gradient(sums, run, rows):
+def infinite_gradient(sums, run, *_):
     next(iter(run.policy.parameters())).grad[0, 0] = math.inf
     return sums
 
@@ -79,9 +80,9 @@ def same(a: dict, b: dict) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize(("name", "fault"), [("grpo_loss", nan_loss), ("gradients", infinite_gradient)])
+@pytest.mark.parametrize(("name", "fault"), [("grpo_loss", nan_loss), ("gradient", infinite_gradient)])
 def test_step_with_a_loss_or_gradient_that_is_not_finite_is_skipped(start, tmp_path, name, fault, monkeypatch, capsys):
-    spoil(monkeypatch, r3, name, [3], fault)
+    spoil(monkeypatch, optimizer if name == "gradient" else r3, name, [3], fault)
     run_dir = start(tmp_path / "run", token_budget=99999)  # one micro-batch a step
     assert same(weights(run_dir, 2), weights(run_dir, 3)) and not same(weights(run_dir, 3), weights(run_dir, 4))
     steps = [row for row in rows(run_dir) if "skipped" in row]
@@ -146,7 +147,10 @@ def verifier_that_says(right: bool):
     return Verifier
 
 
-@pytest.mark.parametrize("changes", [{"dynamic_sampling": True}, {"length_reward": 0}], ids=str)
+DYNAMIC = {"dynamic_sampling": True, "replay": False}
+
+
+@pytest.mark.parametrize("changes", [DYNAMIC, {"length_reward": 0}], ids=str)
 def test_step_whose_groups_are_all_filtered_is_skipped(start, tmp_path, short_model, changes, monkeypatch):
     """Neither weights nor moments change, and weight decay does not act alone."""
     monkeypatch.setattr("tiny_run.RuleVerifier", verifier_that_says(False))
@@ -160,10 +164,10 @@ def test_step_whose_groups_are_all_filtered_is_skipped(start, tmp_path, short_mo
 
 def test_micro_batch_without_memory_is_halved_and_leaves_no_gradient(unbroken, start, tmp_path, monkeypatch):
     """The fault strikes after the micro-batch's gradient was added, which is the worst moment."""
-    budgets, original, micro_batches = [], r3.backward, r3.lm.micro_batches
+    budgets, original, micro_batches = [], r3.add_gradient, optimizer.micro_batches
 
-    def backward(run, rows):
-        sums = original(run, rows)
+    def add_gradient(run, examples):
+        sums = original(run, examples)
         if budgets[-1] == 128:
             raise torch.OutOfMemoryError("a fault that a test injected")
         return sums
@@ -173,8 +177,8 @@ def test_micro_batch_without_memory_is_halved_and_leaves_no_gradient(unbroken, s
         return micro_batches(lengths, token_budget)
 
     expected = unbroken(token_budget=64)
-    monkeypatch.setattr(r3, "backward", backward)
-    monkeypatch.setattr(r3.lm, "micro_batches", noting_budget)
+    monkeypatch.setattr(r3, "add_gradient", add_gradient)
+    monkeypatch.setattr(optimizer, "micro_batches", noting_budget)
     run_dir = start(tmp_path / "run", token_budget=128)
     assert budgets == [128, 64] * 6
     assert_same_run(expected, run_dir)
@@ -185,7 +189,7 @@ def no_memory():
 
 
 def test_no_memory_for_half_a_micro_batch_ends_the_run_saying_why(start, tmp_path, monkeypatch, capsys):
-    spoil(monkeypatch, r3, "backward", range(8, 999), lambda *_: no_memory())
+    spoil(monkeypatch, r3, "add_gradient", range(8, 999), lambda *_: no_memory())
     with pytest.raises(SystemExit) as end:
         start(tmp_path / "run", token_budget=256, save_every=99, eval_data="")
     said = capsys.readouterr().err.splitlines()[-1]

@@ -113,9 +113,9 @@ def test_ranking_makes_a_new_group_and_leaves_the_stored_reward_alone():
 
 def test_collapse_is_decided_on_the_verdict_not_on_shaped_rewards():
     right = replace(fresh_group("a", [True, True]), rewards=(1.9, 1.1))
-    assert right.collapsed == "all" and fresh_group("a", [True, False]).collapsed == ""
+    assert right.all_correct and not right.all_wrong and not fresh_group("a", [True, False]).collapsed
     wrong = replace(fresh_group("a", [False, False]), rewards=(0.5, 0.0))
-    assert wrong.collapsed == "none"
+    assert wrong.all_wrong and wrong.collapsed
 
 
 @pytest.mark.parametrize("verdict", [True, False])

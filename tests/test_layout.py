@@ -9,7 +9,7 @@ ALGORITHMS = ["r3"]
 # from the top to the bottom; a module imports only modules of lines below its own
 LAYERS = """
 r3
-runtime.run
+runtime.run runtime.optimizer
 plot
 eval
 verify rollout runtime.checkpoint runtime.signals

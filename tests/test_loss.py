@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import fresh_group, random_model, train_run
+from conftest import fresh_group, random_model, step_on, train_run
 
 import r3
 from replay import Response
@@ -33,6 +33,20 @@ def test_alpha_scales_the_std_as_in_eq_3():
     R = np.array([2.0, 0, 0, 1.5])
     A = r3.group_advantages(torch.tensor(R), 0.5, 0.1)
     np.testing.assert_allclose(A, (R - R.mean()) / (0.5 * R.std() + 0.1), rtol=1e-12)
+
+
+def test_without_std_advantages_are_the_centred_rewards():
+    """Dr. GRPO: alpha and lambda have no part in it either."""
+    A = r3.group_advantages([2.0, 0.0, 0.0, 1.5], 0.5, 0.1, std=False)
+    assert A.tolist() == [1.125, -0.875, -0.875, 0.625]
+    assert (r3.group_advantages([0.1 + 0.2, 0.3], 1.0, 1e-4, std=False) == 0).all()
+
+
+def test_advantage_std_reaches_the_examples():
+    group = fresh_group("a", [True, False, False, False])
+    for std, expected in ((True, [3**0.5, -(3**-0.5)]), (False, [0.75, -0.25])):
+        examples = r3.training_examples([group], ONE_RANK, r3.Config(advantage_std=std))
+        assert [e.A for e in examples[:2]] == pytest.approx(expected, rel=1e-3)
 
 
 def test_advantages_do_not_write_into_the_rewards():
@@ -156,7 +170,7 @@ def step_gradient(groups, run, **changes):
     """The policy's gradient after `optimise` on these groups, the optimiser's own step left out."""
     run.config = replace(run.config, grad_clip=1e9, **changes)
     run.optimizer.step = lambda: None
-    r3.optimise(run, r3.training_examples(groups, run.ranks, run.config))
+    step_on(run, groups)
     return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
 
 
@@ -190,10 +204,10 @@ def test_the_prompt_gets_no_gradient_of_its_own():
     group = fresh_group("a", [True, False], seed=3)
     rows = r3.training_examples([group], ONE_RANK, r3.Config())
     run = train_run(random_model())
-    sums = r3.backward(run, rows)
+    sums = r3.add_gradient(run, rows)
     tokens = sum(len(a.response_ids) for a in group.responses)
     scored = r3.logprobs(run, run.policy, rows)
-    assert scored.shape == (tokens,) and sums.shape == (5,)
+    assert scored.shape == (tokens,) and sums["kl"][1] == tokens
 
 
 def test_an_injected_sample_changes_the_gradient_and_its_ratio_is_not_one():
@@ -202,9 +216,57 @@ def test_an_injected_sample_changes_the_gradient_and_its_ratio_is_not_one():
     stale = replace(old, logprobs=np.full(len(old.response_ids), -3.0, np.float32))
     mixed = replace(group, responses=(*group.responses, stale), rewards=(*group.rewards, 1.0))
     run = train_run(random_model())
-    with_replay = r3.optimise(run, r3.training_examples([mixed], run.ranks, run.config))
+    with_replay = step_on(run, [mixed])
     assert with_replay["ratio_replayed"][0] / with_replay["ratio_replayed"][1] != pytest.approx(1.0, abs=1e-3)
     assert r3.training_examples([group], run.ranks, run.config) == []  # without it there is nothing to learn from
+
+
+def gradient_with(extra: list, policy_seed: int = 0, **changes) -> tuple[torch.Tensor, dict]:
+    """The gradient over a mixed group, with one of its responses repeated as replayed, off by `extra` nats a token."""
+    group = fresh_group("a", [True, False, True, False], seed=6)
+    run = train_run(random_model(seed=policy_seed), grad_clip=1e9, lr=1e-12, **changes)
+    responses, rewards = list(group.responses), list(group.rewards)
+    for verdict, nats in extra:
+        response = next(r for r in group.responses if r.correct is verdict)
+        (example,) = r3.training_examples([group], run.ranks, run.config)[group.responses.index(response) :][:1]
+        now = r3.logprobs(run, run.policy, [example]).detach().numpy()
+        responses.append(replace(response, logprobs=now - np.float32(nats)))
+        rewards.append(response.reward)
+    metrics = step_on(run, [replace(group, responses=tuple(responses), rewards=tuple(rewards))])
+    gradient = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in run.policy.parameters()]
+    return torch.cat(gradient), metrics
+
+
+@pytest.mark.parametrize("nats", [88.0, -88.0, 300.0, -300.0])
+@pytest.mark.parametrize("verdict", [True, False])
+def test_one_replayed_response_far_off_the_policy_does_not_take_the_step_away(verdict, nats):
+    """Its tokens have no gradient (a ratio of e^-20 is none), and the gradient of the other responses stays."""
+    without, _ = gradient_with([(verdict, 0.0)])
+    with_far_one, metrics = gradient_with([(verdict, nats)])
+    assert metrics["skipped"] == (0.0, 1.0) and np.isfinite(metrics["loss"][0])
+    cosine = torch.nn.functional.cosine_similarity(without, with_far_one, dim=0)
+    assert cosine > 0.7 and 0.3 < with_far_one.norm() / without.norm() < 3
+
+
+def test_dual_clip_bounds_the_ratio_of_negative_advantages_alone():
+    """Ye et al. 2020: J is at least c A where A < 0; a token beyond it has no gradient."""
+    logp = torch.tensor([0.0, 2.0, 2.0, 0.5], requires_grad=True)
+    A, one = torch.tensor([-1.0, -1.0, 1.0, -1.0]), torch.ones(4)
+    loss, _ = r3.grpo_loss(logp, torch.zeros(4), None, A, one, 0.2, 0.28, 0.0, dual_clip=3.0)
+    loss.backward()
+    e = torch.exp(torch.tensor(0.5)).item()
+    assert loss.item() == pytest.approx(1 + 3 - 1.28 + e)
+    assert logp.grad.tolist() == pytest.approx([1.0, 0.0, 0.0, e])
+    without, _ = r3.grpo_loss(logp, torch.zeros(4), None, A, one, 0.2, 0.28, 0.0)
+    assert without.item() == pytest.approx(1 + torch.exp(torch.tensor(2.0)).item() - 1.28 + e)
+
+
+def test_a_reference_far_off_the_policy_leaves_the_loss_finite():
+    logp = torch.tensor([-100.0, -1.0], requires_grad=True)
+    one = torch.ones(2)
+    loss, sums = r3.grpo_loss(logp, logp.detach(), torch.tensor([-1.0, -100.0]), one, one, 0.2, 0.28, 0.001)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(sums["kl"]) and torch.isfinite(logp.grad).all()
 
 
 @pytest.mark.parametrize("choice", [{"replay_logp": "current"}, {"replay_prompt": "group"}])
@@ -214,7 +276,7 @@ def test_current_log_probs_make_the_replayed_ratio_one(choice):
     mixed = replace(group, responses=(*group.responses, stale), rewards=(*group.rewards, 1.0))
     run = train_run(random_model())
     run.config = replace(run.config, **choice)
-    total, tokens = r3.optimise(run, r3.training_examples([mixed], run.ranks, run.config))["ratio_replayed"]
+    total, tokens = step_on(run, [mixed])["ratio_replayed"]
     assert total / tokens == pytest.approx(1.0)
 
 

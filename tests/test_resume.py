@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import r3
 from replay import ReplayBuffer
-from runtime import checkpoint, files, run
+from runtime import checkpoint, files, optimizer, run
 from runtime import model as lm
 from runtime import ranks as machine
 from runtime.errors import UserError
@@ -45,7 +45,7 @@ from runtime.errors import UserError
 VARIANTS = [
     {"minibatches": 2},
     {"save_dtype": "bfloat16"},
-    {"dynamic_sampling": True},
+    {"dynamic_sampling": True, "replay": False, "rank": False},
     {"beta": 0, "weight_decay": 0.1, "dtype": "bfloat16"},
 ]
 
@@ -76,13 +76,13 @@ ENDS = {"kill": (kill, Killed), "crash": (crash, RuntimeError), "terminate": (te
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("place", ["rollout", "gradients", "with_old_logprobs"])
+@pytest.mark.parametrize("place", ["rollout", "gradient", "with_old_logprobs"])
 def test_abandoned_step_is_done_again_from_its_beginning(unbroken, start, tmp_path, place, end):
     """A crash or a signal saves the last finished step; after a kill the run goes on from the checkpoint before."""
     changes = {"minibatches": 2, "save_every": 3}
     act, raised = ENDS[end]
-    first_of_step_5 = {"rollout": 5, "gradients": 9, "with_old_logprobs": 9}[place]
-    with at(r3, place, first_of_step_5, act), pytest.raises(raised):
+    first_of_step_5 = {"rollout": 5, "gradient": 9, "with_old_logprobs": 9}[place]
+    with at(optimizer if place == "gradient" else r3, place, first_of_step_5, act), pytest.raises(raised):
         start(tmp_path / "run", **changes)
     assert max(checkpoints(tmp_path / "run")) == ("step_000003" if end == "kill" else "step_000004")
     assert_same_run(unbroken(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
@@ -93,13 +93,13 @@ def test_nothing_is_saved_between_two_optimiser_steps_of_a_batch(unbroken, start
     """A crash there goes back to the checkpoint before; a signal waits for the end of the step."""
     changes = {"minibatches": 2, "save_every": 3}
     act, raised = ENDS[end]
-    with at(r3, "gradients", 10, act), pytest.raises(raised):  # the second part of step 5
+    with at(optimizer, "gradient", 10, act), pytest.raises(raised):  # the second part of step 5
         start(tmp_path / "run", **changes)
     assert max(checkpoints(tmp_path / "run")) == saved
     assert_same_run(unbroken(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
 
 
-PLACES = [(r3, "evaluate", 1), (r3, "evaluate", 4), (run.Logs, "answers", 2), (run.Logs, "row", 9), (r3, "save", 2)]
+PLACES = [(run, "evaluate", 1), (run, "evaluate", 4), (run.Logs, "answers", 2), (run.Logs, "row", 9), (run, "save", 2)]
 
 
 @pytest.mark.parametrize(("module", "name", "call"), PLACES, ids=lambda part: str(getattr(part, "__name__", part)))

@@ -61,27 +61,27 @@ def signals(grace_seconds: float = 60.0):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signal_ends_a_phase_where_it_is_then_saves_and_exits(number, code):
+def test_signal_ends_interruptible_work_where_it_is_then_saves_and_exits(number, code):
     saved = []
     with signals() as s, pytest.raises(SystemExit) as end, s.saving(lambda: saved.append(True)):
-        with s.phase():
+        with s.interruptible():
             os.kill(os.getpid(), number)
             time.sleep(30)
-        raise AssertionError("the phase was not abandoned")
+        raise AssertionError("the work was not abandoned")
     assert end.value.code == code and saved == [True]
 
 
-def test_signal_outside_of_a_phase_waits_for_the_next_one():
+def test_signal_elsewhere_waits_for_the_next_interruptible_work():
     begun = []
     with signals() as s, pytest.raises(SystemExit) as end, s.saving(lambda: begun.append("saved")):
         os.kill(os.getpid(), signal.SIGTERM)
         begun.append("step finished")
-        with s.phase():
-            begun.append("phase")
+        with s.interruptible():
+            begun.append("interruptible")
     assert end.value.code == 143 and begun == ["step finished", "saved"]
 
 
-def test_signal_after_the_last_phase_still_gives_the_exit_code():
+def test_signal_after_the_last_interruptible_work_still_gives_the_exit_code():
     with signals() as s, pytest.raises(SystemExit) as end, s.saving(lambda: None):
         os.kill(os.getpid(), signal.SIGINT)
     assert end.value.code == 130
@@ -111,7 +111,7 @@ def test_run_puts_back_handlers_threads_and_files(start, tmp_path):
     assert state() == before
 
 
-PLACES = [(r3, "evaluate"), (r3, "rollout"), (r3, "update"), (r3, "log_step"), (run.Logs, "row")]
+PLACES = [(run, "evaluate"), (r3, "rollout"), (r3, "update"), (r3, "log_step"), (run.Logs, "row")]
 
 
 @pytest.mark.parametrize(("module", "name"), PLACES)

@@ -7,17 +7,19 @@ import os
 import socket
 from concurrent.futures import Future
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import fresh_group, random_model, train_run
+from conftest import fresh_group, random_model, step_on, train_run
 
 import r3
 from replay import ReplayBuffer
 from runtime import config as settings
 from runtime import ranks as machine
 from runtime import run as run_module
+from runtime.optimizer import gradient
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -143,7 +145,7 @@ def test_an_injected_sample_changes_the_gradient(model_folder, problem_file, tmp
     gradients = []
     for variant in (groups, without):
         run = train_run(copy.deepcopy(policy))
-        r3.gradients(run, r3.training_examples(variant, run.ranks, run.config))
+        gradient(run, r3.training_examples(variant, run.ranks, run.config), partial(r3.add_gradient, run))
         gradients.append(torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten()
                                     for p in run.policy.parameters()]))  # fmt: skip
     assert (gradients[0] - gradients[1]).abs().max() > 1e-5
@@ -174,7 +176,7 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups(model_folder, proble
 def test_every_config_loads_and_takes_a_step_on_a_cpu(path, model_folder, problem_file, tmp_path, parity):
     config = settings.parse(r3.Config, ["--config", str(path)])
     assert config.run_dir == f"runs/{path.stem}"
-    names = "replay reflect rank loss_agg dynamic_sampling beta length_reward eps_high gradient_checkpointing"
+    names = "replay reflect rank loss_agg advantage_std dynamic_sampling beta length_reward eps_high gradient_checkpointing"
     own = {k: v for k, v in asdict(config).items() if k in names.split()}
     r3.train(small(model_folder, problem_file, tmp_path / "run", **{**own, "steps": 1}))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
@@ -189,7 +191,7 @@ def test_bf16_products_over_fp32_masters(model_folder, problem_file, tmp_path, p
         return runs[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(r3, "set_up", spy)
+        patch.setattr(run_module, "set_up", spy)
         r3.train(small(model_folder, problem_file, tmp_path / "run", dtype="bfloat16", steps=3))
     (run,) = runs
     assert {p.dtype for p in run.policy.parameters()} == {torch.float32}
@@ -205,7 +207,7 @@ def gradient_of(groups, ranks) -> torch.Tensor:
     run = train_run(random_model(), grad_clip=1e9)
     run.ranks = ranks
     run.optimizer.step = lambda: None
-    r3.optimise(run, r3.training_examples([g for g in groups if ranks.owns(g.uid)], ranks, run.config))
+    step_on(run, [g for g in groups if ranks.owns(g.uid)])
     return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
 
 
