@@ -31,7 +31,7 @@ class Forward:
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache: SlotCache, keep: int = 0) -> Tensor:
         packed = {"input_ids": tokens[None], "position_ids": positions[None]}
-        return self.model(**packed, use_cache=False, logits_to_keep=keep, slot_cache=cache).logits[0]
+        return self.model(**packed, use_cache=False, logits_to_keep=keep, packed=cache).logits[0]
 
     def pack(self, rows: int) -> None:
         """Makes ready for many calls with about so many rows and with the weights as they are now."""
@@ -44,7 +44,7 @@ class Forward:
 def fastest_forward(model, max_len: int, cache: SlotCache) -> Forward:
     """The lean forward, packed, if it gives the logits of the model's own on a few tokens, else the model's own.
 
-    Runs inside `kvcache.slot_attention(model)`, as the forward does that it returns."""
+    Runs inside `attention(model)`, as the forward does that it returns."""
     own = Forward(model)
     if not _looks_like_llama(model):
         return own

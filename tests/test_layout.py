@@ -15,7 +15,8 @@ eval
 verify rollout runtime.checkpoint runtime.signals
 runtime.model sampling.decoder grader.equality replay
 sampling.kvcache sampling.gumbel grader.latex runtime.problems runtime.config runtime.files runtime.ranks
-entropy runtime.errors
+entropy runtime.attention
+runtime.errors
 """
 
 

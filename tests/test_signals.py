@@ -64,7 +64,7 @@ def signals(grace_seconds: float = 60.0):
 def test_signal_ends_a_phase_where_it_is_then_saves_and_exits(number, code):
     saved = []
     with signals() as s, pytest.raises(SystemExit) as end, s.saving(lambda: saved.append(True)):
-        with s.phase():
+        with s.interruptible():
             os.kill(os.getpid(), number)
             time.sleep(30)
         raise AssertionError("the phase was not abandoned")
@@ -76,7 +76,7 @@ def test_signal_outside_of_a_phase_waits_for_the_next_one():
     with signals() as s, pytest.raises(SystemExit) as end, s.saving(lambda: begun.append("saved")):
         os.kill(os.getpid(), signal.SIGTERM)
         begun.append("step finished")
-        with s.phase():
+        with s.interruptible():
             begun.append("phase")
     assert end.value.code == 143 and begun == ["step finished", "saved"]
 
