@@ -295,7 +295,7 @@ def reflection_prompt(problem: str, attempt: str, template: str) -> str:
 
 def failure_excerpt(response_ids: Sequence[int], tokenizer, max_tokens: int) -> str:
     """What a reflection shows of a failure: its part after `</think>`, or all, of which the last `max_tokens`."""
-    text = tokenizer.decode(response_ids, skip_special_tokens=True).rpartition("</think>")[2].strip()
+    text = lm.decode(tokenizer, response_ids).rpartition("</think>")[2].strip()
     ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= max_tokens else tokenizer.decode(ids[-max_tokens:]).strip()
 
@@ -427,7 +427,7 @@ def rollout(run: Run, queries: list[Prompt], step: int) -> list[Group]:
         graded = evaluation.sample_and_grade(
             run.sampler,
             run.verifier,
-            lambda ids: run.tokenizer.decode(ids, skip_special_tokens=True),
+            lambda ids: lm.decode(run.tokenizer, ids),
             [q.ids for q in queries],
             [q.problem for q in queries],
             n=c.group_size,

@@ -56,10 +56,10 @@ AttentionInterface.register("packed", _attention)
 
 
 @contextlib.contextmanager
-def attention(model) -> Iterator[None]:
-    """Within the block the model attends by `packed` and its dropout is off; afterwards both are as before."""
+def attention(model, name: str = "packed") -> Iterator[None]:
+    """Within the block the model attends by the function `name` and its dropout is off; both as before afterwards."""
     before, training = model.config._attn_implementation, model.training
-    model.config._attn_implementation = "packed"
+    model.config._attn_implementation = name
     model.eval()
     try:
         yield
@@ -68,34 +68,54 @@ def attention(model) -> Iterator[None]:
         model.train(training)
 
 
+@torch.inference_mode()
 def attention_shape(model, max_len: int) -> tuple[int, int, int]:
-    """(layers, K, D), seen in a forward of one token. UserError where not every layer calls plain attention once."""
+    """(layers, K, D), seen in a forward of one token.
+
+    UserError where not each layer calls plain attention once, or where packed sequences get other logits than each of
+    them alone (the model ignores positions, masks in a way of its own, is not causal).
+    """
     config, calls = model.config, []
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {x.get("rope_type") for x in (rope, *rope.values()) if isinstance(x, dict)}
-    refused = kinds & {"dynamic", "longrope"}  # their angles depend on the longest sequence of the batch
-    refused |= set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
-    if refused:
-        raise UserError(f"model {config.model_type}: found {', '.join(sorted(refused))}, allowed: {SUPPORTED}")
+    found = kinds & {"dynamic", "longrope"}  # their angles depend on the longest sequence of the batch
+    found |= set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
 
     def attend(layer, q, k, v, scale):
         calls.append((layer, k.shape[1:], v.shape[1:]))
         return q.new_zeros(*q.shape[:2], v.shape[2])
 
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    packed = SimpleNamespace(attend=attend, max_len=max_len)
-    found = "layers of other kinds"
+    token = torch.zeros(1, dtype=torch.long, device=model.device)
     try:
-        with attention(model), torch.inference_mode():
-            model(input_ids=token, position_ids=token, use_cache=False, packed=packed)
-    except UserError:
+        if not found:
+            _logits(model, token, token, packed=SimpleNamespace(attend=attend, max_len=max_len))
+            heads = tuple(calls[0][1]) if calls else ()
+            if not calls or calls != [(layer, heads, heads) for layer in range(config.num_hidden_layers)]:
+                found = ["layers without plain attention"]
+            elif not _packs(model):
+                found = ["other logits for packed sequences than for each of them alone"]
+    except (UserError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # a model that does not take our attention fails in a way of its own
-        found = f"layers that do not take another attention ({type(error).__name__})"
-    heads = tuple(calls[0][1]) if calls else ()
-    if not calls or calls != [(layer, heads, heads) for layer in range(config.num_hidden_layers)]:
-        raise UserError(f"model {config.model_type}: found {found}, allowed: {SUPPORTED}")
+    except Exception as error:  # such a model fails in a way of its own
+        found = [f"layers that do not take another attention ({type(error).__name__})"]
+    if found:
+        raise UserError(f"model {config.model_type}: found {', '.join(sorted(found))}, allowed: {SUPPORTED}")
     return len(calls), *heads
+
+
+def _logits(model, ids: Tensor, positions: Tensor, attention_by: str = "packed", **packed) -> Tensor:
+    with attention(model, attention_by):
+        return model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **packed).logits[0]
+
+
+def _packs(model) -> bool:
+    """Whether two sequences get the logits in one packing that the model's own attention gives each of them."""
+    ids, packing = torch.tensor([3, 4, 5, 6, 5, 3, 4], device=model.device), Packing([4, 3], model.device)
+    together = _logits(model, ids, packing.positions, packed=packing)
+    parts, own = (x.split([4, 3]) for x in (ids, packing.positions)), model.config._attn_implementation
+    alone = torch.cat([_logits(model, *part, own) for part in zip(*parts, strict=True)])
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    return not (together - alone).abs().max() > tolerance * alone.abs().max()  # NaN is the concern of other checks
 
 
 class Packing:
