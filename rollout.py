@@ -132,7 +132,7 @@ class Slots:
             record, position, token = self.record[slots], self.position[slots], token[slots].astype(np.int64)
             if not np.isfinite(logprob[slots]).all():
                 request = self.requests[record[np.argmin(np.isfinite(logprob[slots]))]]
-                raise RuntimeError(f"prompt {request.prompt.index}, sample {request.sample}: logits that are not finite")
+                raise RuntimeError(f"prompt {request.prompt.index}, sample {request.sample}: logits are not finite")
             self.tokens[record, position] = token
             self.logprobs[record, position], self.entropies[record, position] = logprob[slots], h[slots]
             self.token[slots], self.position[slots] = token, position + 1

@@ -119,9 +119,9 @@ def check_head(model: PreTrainedModel, name: str) -> None:
     The product and what the model does with it are computed in fp32, whatever the dtype of the weights.
     """
     head, seen = model.get_output_embeddings(), {}
-    settings = {key: getattr(model.config, key, None) for key in ("logit_scale", "logits_scaling", "lm_head_multiplier")}
-    settings["final_logit_softcapping"] = getattr(model.config, "final_logit_softcapping", None)
-    changes = [f"{key} = {value}" for key, value in settings.items() if value not in (None, 1)]
+    settings = "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"
+    values = {key: getattr(model.config, key, None) for key in settings}
+    changes = [f"{key} = {value}" for key, value in values.items() if value not in (None, 1)]
     if type(head) is not nn.Linear:
         changes.append(f"a head of the class {type(head).__name__}")
     elif head.bias is not None:
@@ -144,8 +144,9 @@ def check_head(model: PreTrainedModel, name: str) -> None:
             if ours.shape != theirs.shape or (ours - theirs).abs().max() > 1e-4 * ours.abs().max():
                 changes.append(f"something {what} its head")
     if changes:
+        found = f"{type(model).__name__} changes its logits: {', '.join(changes)}"
         allowed = "models whose logits are hidden @ head.T, such as Qwen2, Qwen3, Llama, Mistral"
-        raise UserError(f"model {name!r}: {type(model).__name__} changes its logits: {', '.join(changes)}; allowed: {allowed}")
+        raise UserError(f"model {name!r}: {found}; allowed: {allowed}")
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
