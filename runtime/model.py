@@ -54,6 +54,8 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
         raise UserError(f"model {name!r}: the folder has no config.json, so it is no Hugging Face model")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if "eos_token_id" not in config.get_config_dict(name)[0]:
+            config.eos_token_id = None  # the default of a Llama, say, is the id of another token here
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
@@ -78,7 +80,7 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
         raise UserError(f"model {name!r}: the tokenizer has {len(tokenizer)} tokens, the embedding only {rows}")
     eos = eos_ids(model, tokenizer)
     if not eos or min(eos) < 0 or max(eos) >= rows:
-        found = f"the EOS ids {sorted(eos)}" if eos else "no EOS id in generation_config.json, config.json, tokenizer"
+        found = f"the EOS ids {sorted(eos)}" if eos else "no EOS token in config.json, generation_config.json, tokenizer"
         raise UserError(f"model {name!r}: found {found}, allowed: 0 to {rows - 1}")
     model = model.to(device).eval()
     if model.device.type == "cpu":
@@ -121,7 +123,7 @@ def check_head(model: PreTrainedModel, name: str) -> None:
     head, seen = model.get_output_embeddings(), {}
     settings = "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"
     values = {key: getattr(model.config, key, None) for key in settings}
-    changes = [f"{key} = {value}" for key, value in values.items() if value not in (None, 1)]
+    place, changes = "after", [f"{key} = {value}" for key, value in values.items() if value not in (None, 1)]
     if type(head) is not nn.Linear:
         changes.append(f"a head of the class {type(head).__name__}")
     elif head.bias is not None:
@@ -140,11 +142,11 @@ def check_head(model: PreTrainedModel, name: str) -> None:
             hook.remove()
         if not logits.isfinite().all():
             raise UserError(f"model {name!r}: its logits are not finite, so its weights are damaged")
-        for what, ours, theirs in (("before", hidden, seen["input"]), ("after", seen["logits"], logits)):
+        for where, ours, theirs in (("before", hidden, seen["input"]), ("after", seen["logits"], logits)):
             if ours.shape != theirs.shape or (ours - theirs).abs().max() > 1e-4 * ours.abs().max():
-                changes.append(f"something {what} its head")
+                place, changes = where, ["in its code"]
     if changes:
-        found = f"{type(model).__name__} changes its logits: {', '.join(changes)}"
+        found = f"{type(model).__name__} changes its logits {place} the head: {', '.join(changes)}"
         allowed = "models whose logits are hidden @ head.T, such as Qwen2, Qwen3, Llama, Mistral"
         raise UserError(f"model {name!r}: {found}; allowed: {allowed}")
 

@@ -1,5 +1,6 @@
 """Loading, prompts and scoring: packed = padded = alone; a model that cannot be scored so is refused by name."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,16 @@ def test_every_eos_id_counts():
     assert lm.eos_ids(model, tokenizer) == {7, 8, 9, tokenizer.eos_token_id}
     model.config.eos_token_id = [9, 10]
     assert lm.eos_ids(model, tokenizer) == {7, 8, 9, 10, tokenizer.eos_token_id}
+
+
+def test_the_eos_id_of_a_class_of_models_does_not_count_only_that_of_the_folder(tmp_path):
+    model = small(LlamaForCausalLM, lambda **shape: LlamaConfig(**{**shape, "vocab_size": 272}))
+    save(model, tmp_path)
+    given = json.loads((tmp_path / "config.json").read_text())
+    for config, expected in ((given, {2, 256}), ({k: v for k, v in given.items() if k != "eos_token_id"}, {256})):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "generation_config.json").write_text("{}")
+        assert lm.eos_ids(*lm.load(str(tmp_path), "cpu", torch.float32)) == expected
 
 
 @pytest.mark.parametrize("wrong", [272, 99999, -1])
@@ -282,8 +293,8 @@ HEADS = {
     "logit_scale": (lambda: build("Cohere", logit_scale=0.99), "logit_scale = 0.99"),
     "logits_scaling": (lambda: build("Granite", logits_scaling=1.01), "logits_scaling = 1.01"),
     "soft_cap": (lambda: build("NanoChat", final_logit_softcapping=1000.0), "final_logit_softcapping = 1000.0"),
-    "after": (lambda: scaled(after=0.999), "after its head"),
-    "before": (lambda: scaled(before=0.99), "before its head"),
+    "after": (lambda: scaled(after=0.999), "in its code"),
+    "before": (lambda: scaled(before=0.99), "in its code"),
 }
 
 
@@ -291,7 +302,8 @@ HEADS = {
 @pytest.mark.parametrize("case", HEADS)
 def test_logits_that_are_more_than_the_head_are_refused(case, dtype):
     make, words = HEADS[case]
-    with pytest.raises(UserError, match=f"changes its logits: .*{words}"):
+    place = "before" if case == "before" else "after"
+    with pytest.raises(UserError, match=f"changes its logits {place} the head: .*{words}"):
         lm.check_head(make().to(dtype), "it")
 
 
