@@ -106,7 +106,7 @@ def evaluate(
     graded = sample_and_grade(
         sampler,
         verifier,
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+        lambda ids: lm.decode(tokenizer, ids),
         prompts,
         problems,
         on_finished,
@@ -124,7 +124,7 @@ def evaluate(
             "correct": correct,
             "tokens": len(sample.response_ids),
             "finished": sample.finished,
-            "response": tokenizer.decode(sample.response_ids, skip_special_tokens=True),
+            "response": lm.decode(tokenizer, sample.response_ids),
         }
         for problem, group in zip(problems, graded, strict=True)
         for j, (sample, correct) in enumerate(group)

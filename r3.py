@@ -324,7 +324,7 @@ def reflection_prompt(problem: str, attempt: str, template: str) -> str:
 
 def failure_excerpt(response_ids: Sequence[int], tokenizer, max_tokens: int) -> str:
     """What a reflection prompt shows of a failure: its text after `</think>`, or all; the last `max_tokens` of it."""
-    text = tokenizer.decode(response_ids, skip_special_tokens=True).rpartition("</think>")[2].strip()
+    text = lm.decode(tokenizer, response_ids).rpartition("</think>")[2].strip()
     ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(ids) <= max_tokens else tokenizer.decode(ids[-max_tokens:]).strip()
 
@@ -469,7 +469,7 @@ def rollout(run: Run, prompts: list[Prompt], step: int) -> list[Group]:
     graded = sample_and_grade(
         run.sampler,
         run.verifier,
-        lambda ids: run.tokenizer.decode(ids, skip_special_tokens=True),
+        partial(lm.decode, run.tokenizer),
         [prompt.ids for prompt in prompts],
         [prompt.problem for prompt in prompts],
         n=c.group_size,

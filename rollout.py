@@ -1,63 +1,54 @@
-"""rollout.py: prompts -> Samples. The sampling loop over the slots of a key/value cache, and its naive twin.
+"""rollout.py: prompts -> Samples. The sampling loop over the slots of a key/value cache, and its reference.
 
     sampler = Sampler(model, eos_ids={2}, slots=64, max_len=1024)
     groups = sampler.generate(prompts, n=8, max_new_tokens=512, seed=1)    # groups[i][j]: sample j of prompt i
 
-A request is one sample of one prompt. From admission to its last token it holds one row of the cache:
+A request is one sample of one prompt. From admission to its last token it holds one slot, a row of the cache (other
+engines call their number max_num_seqs):
 
-    row    position 0            P-1           length        max_len
+    slot   position 0            P-1           length        max_len
            |                      |              |              |
-      0    p p p p p p p p p p p p r r r r r r r t . . . . . .     p  of the prompt: computed once a group,
-      1    p p p p p p p p r r r r r r t . . . . . . . . . . .        copied into each of its rows
+      0    p p p p p p p p p p p p r r r r r r r t . . . . . .     p  of the prompt: computed once per group,
+      1    p p p p p p p p r r r r r r t . . . . . . . . . . .        copied into each of its slots
       2    p p p p p p p r r r r t . . . . . . . . . . . . . .     r  of the response so far
-      3    p p p p r t . . . . . . . . . . . . . . . . . . . .     t  this step's token: written, attends to all
-      4    - - - - - - - - - - - - - - - - - - - - - - - - - -        before it and itself, yields the next one
-           '--- attended: up to the longest of the segment --'     -  free: the rows in use are always 0..B-1
+      3    p p p p r t . . . . . . . . . . . . . . . . . . . .     t  the token of this step: it attends to itself and
+      4    - - - - - - - - - - - - - - - - - - - - - - - - - -        all before it and yields the next token
+           '- attended: up to the longest of the segment -'        -  free: the slots in use are always 0..B-1
 
-A step feeds one token of each row in use through the model, packed as one sequence of B tokens. A row that ends
-(EOS or budget) goes to the next request at once; with none waiting, a row from the end moves into the gap, so that a
-step shrinks with the work. A prompt's last token is not prefilled but stepped with, so that every response token
-comes out of the same step. On the CPU the rows are kept roughly sorted, longest first, and attention runs over a
-few segments of rows, each as long as its longest row. On CUDA all shapes are fixed (rows and span rounded up to a
-few sizes, one CUDA graph for each) and the host looks for EOS every few steps; what was drawn behind it is cut.
+Each step feeds one token of each slot in use through the model, packed as one sequence of B tokens. When a response
+ends (EOS or budget), its slot takes the next request at once. If none waits, the last slot in use moves into the gap.
+A prompt's last token is not prefilled but is the first step, so every response token comes out of a step. On the CPU
+the slots are roughly sorted, longest first, and attention runs over a few segments of them, each as long as its
+longest slot. On CUDA all shapes are fixed (B and span are rounded up to a few sizes, with one CUDA graph for each),
+and the host looks for EOS every few steps; tokens drawn after an EOS are cut.
 
 Left out: beams, prefixes shared between prompts, a cache larger than the memory of one device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.attention import attention, attention_shape
 from runtime.errors import UserError
 from sampling import gumbel
-from sampling.decoder import fastest_forward
-from sampling.kvcache import (
-    SlotCache,
-    attention_shape,
-    free_bytes,
-    misplaced,
-    round_up,
-    segment_ends,
-    slot_attention,
-    slot_bytes,
-)
+from sampling.kvcache import SlotCache, free_bytes, misplaced, round_up, segment_ends, slot_bytes
 
-SORT_EVERY = 16  # steps between two sorts of the rows by length
+SORT_EVERY = 16  # steps between two sorts of the slots by length
 PREFILL_TOKENS = 16384  # in one prefill, unless one prompt is longer
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One response; `logprobs` and `entropies` (nats, fp32, at the sampling temperature) have one entry a token."""
+    """One response; `logprobs` and `entropies` (nats, fp32, at the sampling temperature) have one entry per token."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]  # the EOS included
@@ -67,88 +58,94 @@ class Sample:
 
 
 @dataclass(eq=False)
-class Prompt:
+class CachedPrompt:
     index: int  # in the call
     ids: tuple[int, ...]
-    cached: Tensor | None = None  # keys and values of ids[:-1], (2, layers, K, P-1, D), while samples of it wait
+    kv: Tensor | None = None  # keys and values of ids[:-1], (2, layers, K, P-1, D), while samples of it wait
 
 
 @dataclass(eq=False)
 class Request:
-    prompt: Prompt
+    prompt: CachedPrompt
     sample: int
     seed: int
     budget: int  # response tokens
 
 
 def prompt_seeds(seed: int | Sequence[int], prompts: int) -> list[int]:
-    """One seed a prompt: given, or derived from one seed and the prompt's index."""
+    """One seed per prompt: given, or derived from one seed and the prompt's index."""
     if isinstance(seed, int):
         return [gumbel.derive_seed(seed, index) for index in range(prompts)]
     if len(seed) != prompts:
-        raise UserError(f"seed: found {len(seed)} seeds for {prompts} prompts, allowed: one, or one a prompt")
+        raise UserError(f"seed: found {len(seed)} seeds for {prompts} prompts, allowed: one, or one per prompt")
     return [int(value) for value in seed]
 
 
-# ---- the rows: who is where, and what was drawn (host only)
+def eos_table(eos_ids: Collection[int], vocabulary: int) -> np.ndarray:
+    """(V,) bool: which ids end a response. UserError for an id outside of the vocabulary."""
+    if outside := [i for i in eos_ids if not 0 <= i < vocabulary]:
+        raise UserError(f"EOS ids: found {outside[0]}, allowed: 0 to {vocabulary - 1}, the model's vocabulary")
+    table = np.zeros(vocabulary, dtype=bool)
+    table[list(eos_ids)] = True
+    return table
 
 
-class Rows:
-    """The requests in the rows and what they have drawn."""
+# ---- the slots: which request each one holds, and what was drawn (host only)
 
-    def __init__(self, slots: int, max_new_tokens: int, is_eos: np.ndarray):
+
+class Slots:
+    """The requests in the slots and the tokens drawn for them."""
+
+    def __init__(self, count: int, max_new_tokens: int, is_eos: np.ndarray):
         self.is_eos = is_eos  # (V,) bool
-        self.in_use = np.zeros(slots, dtype=bool)
-        self.state = np.zeros((5, slots), dtype=np.int64)
+        self.in_use = np.zeros(count, dtype=bool)
+        self.state = np.zeros((5, count), dtype=np.int64)
         self.token, self.length, self.seed, self.position, self.record = self.state  # length: positions cached
-        self.record[:] = np.arange(slots)  # the row's line in the tables below, whose lines do not move
-        self.requests: list[Request | None] = [None] * slots
-        self.budget = np.zeros(slots, dtype=np.int64)
-        self.tokens = np.zeros((slots, max_new_tokens), dtype=np.int64)
-        self.logprobs, self.entropies = np.zeros((2, slots, max_new_tokens), dtype=np.float32)
+        self.record[:] = np.arange(count)  # where the request stands in the tables below: it moves with the slot
+        self.requests: list[Request | None] = [None] * count
+        self.budget = np.zeros(count, dtype=np.int64)
+        self.tokens = np.zeros((count, max_new_tokens), dtype=np.int64)
+        self.logprobs, self.entropies = np.zeros((2, count, max_new_tokens), dtype=np.float32)
 
-    def admit(self, row: int, request: Request) -> None:
-        ids, record = request.prompt.ids, self.record[row]
-        self.in_use[row] = True
-        self.state[:4, row] = ids[-1], len(ids) - 1, request.seed, 0
+    def admit(self, slot: int, request: Request) -> None:
+        ids, record = request.prompt.ids, self.record[slot]
+        self.in_use[slot] = True
+        self.state[:4, slot] = ids[-1], len(ids) - 1, request.seed, 0
         self.requests[record], self.budget[record] = request, request.budget
 
     def gaps(self) -> tuple[np.ndarray, np.ndarray]:
-        """(places, sources): free rows below B change places with the rows in use from B on."""
+        """(places, sources): free slots below B change places with the slots in use from B on."""
         B = self.in_use.sum()
         low, high = np.flatnonzero(~self.in_use[:B]), B + np.flatnonzero(self.in_use[B:])
         return np.concatenate((low, high)), np.concatenate((high, low))
 
     def move(self, places: np.ndarray, sources: np.ndarray) -> None:
-        """Rows `places` become what rows `sources`, the same in another order, were."""
+        """Slots `places` become what slots `sources`, the same in another order, were."""
         self.state[:, places], self.in_use[places] = self.state[:, sources], self.in_use[sources]
 
     def draw(self, chunk: np.ndarray) -> np.ndarray:
-        """Records `chunk` (steps, 3, B or more): tokens, log-probs, entropies. Returns the rows that ended; what was
-        drawn behind an end is cut."""
+        """Records `chunk` (steps, 3, B or more): tokens, log-probs, entropies, up to the end of each response.
+        Returns the slots whose response has ended."""
         going = self.in_use.copy()
         for token, logprob, h in chunk:
-            rows = np.flatnonzero(going)
-            record, position, token = self.record[rows], self.position[rows], token[rows].astype(np.int64)
+            slots = np.flatnonzero(going)
+            record, position, token = self.record[slots], self.position[slots], token[slots].astype(np.int64)
+            if not np.isfinite(logprob[slots]).all():
+                request = self.requests[record[np.argmin(np.isfinite(logprob[slots]))]]
+                raise RuntimeError(f"prompt {request.prompt.index}, sample {request.sample}: logits are not finite")
             self.tokens[record, position] = token
-            self.logprobs[record, position], self.entropies[record, position] = logprob[rows], h[rows]
-            self._refuse_non_finite(record, logprob[rows])
-            self.token[rows], self.position[rows] = token, position + 1
-            self.length[rows] += 1
-            going[rows] = ~(self.is_eos[token] | (position + 1 >= self.budget[record]))
+            self.logprobs[record, position], self.entropies[record, position] = logprob[slots], h[slots]
+            self.token[slots], self.position[slots] = token, position + 1
+            self.length[slots] += 1
+            going[slots] = ~(self.is_eos[token] | (position + 1 >= self.budget[record]))
         return np.flatnonzero(self.in_use & ~going)
 
-    def _refuse_non_finite(self, record: np.ndarray, logprob: np.ndarray) -> None:
-        if not np.isfinite(logprob).all():
-            request = self.requests[record[np.argmin(np.isfinite(logprob))]]
-            raise RuntimeError(f"prompt {request.prompt.index}, sample {request.sample}: logits that are not finite")
-
-    def release(self, row: int) -> tuple[Request, Sample]:
-        """Frees the row and hands out what its request has drawn."""
-        record, end = self.record[row], self.position[row]
+    def release(self, slot: int) -> tuple[Request, Sample]:
+        """Frees the slot; returns its request and the sample."""
+        record, end = self.record[slot], self.position[slot]
         request, tokens = self.requests[record], self.tokens[record, :end]
         stats = self.logprobs[record, :end].copy(), self.entropies[record, :end].copy()
-        self.in_use[row], self.length[row] = False, 0
+        self.in_use[slot], self.length[slot] = False, 0
         return request, Sample(request.prompt.ids, tuple(tokens.tolist()), *stats, bool(self.is_eos[tokens[-1]]))
 
 
@@ -176,13 +173,12 @@ class Sampler:
         cuda = self.device.type == "cuda"
         self.fixed_shapes = cuda if fixed_shapes is None else fixed_shapes
         self.eos_every = eos_every or (8 if cuda else 1)
-        self.advance = self._replay if (cuda if graphs is None else graphs) else self._step
-        self.is_eos = np.zeros(model.config.vocab_size, dtype=bool)
-        self.is_eos[sorted(eos_ids)] = True
+        self.advance = self._step_by_graph if (cuda if graphs is None else graphs) else self._step
+        self.is_eos = eos_table(eos_ids, len(model.get_output_embeddings().weight))
         self.shape = attention_shape(model, max_len)
         self.slots = self._fit(slots)
         self.cache, self.graphs, self.load_seconds = None, {}, 0.0
-        self.tokens = self.row_steps = 0  # handed out, and rows computed for them, in all calls so far
+        self.tokens = self.slot_steps = 0  # tokens returned, and slots computed for them, in all calls so far
 
     def _fit(self, slots: int | None) -> int:
         each, free = slot_bytes(self.shape, self.max_len, self.model.dtype), free_bytes(self.device)
@@ -202,7 +198,7 @@ class Sampler:
 
     @torch.no_grad()
     def load(self, policy) -> float:
-        """Copies the policy's weights into the sampler's own, one by one and in its dtype; returns the seconds."""
+        """Copies the policy's weights into the sampler's model, in its dtype; returns the seconds."""
         start = time.perf_counter()
         if policy is not self.model:
             source = policy.state_dict()
@@ -231,88 +227,84 @@ class Sampler:
     ) -> list[list[Sample]]:
         """n samples of each prompt, `[prompt][sample]`.
 
-        `seed`: one integer, or one a prompt; then a prompt's samples do not depend on the other prompts of the call.
-        `on_finished(prompt index, sample index, sample)` is called as each response ends. `known` has the samples of an
-        interrupted call by these indices: they are returned, not sampled again, and the others are what they were.
+        `seed`: one integer, or one per prompt; then a prompt's samples do not depend on the other prompts of the call.
+        `on_finished(prompt index, sample index, sample)` is called when a response ends. `known` has samples of an
+        interrupted call by these indices: they are returned as they are, and only the others are sampled.
         Raises UserError for a prompt that leaves no room within `max_len`, RuntimeError for logits not finite.
         """
         waiting, known = self._requests(prompts, n, max_new_tokens, seed), known or {}
         waiting = deque(r for r in waiting if (r.prompt.index, r.sample) not in known)
         results = [[known.get((i, j)) for j in range(n)] for i in range(len(prompts))]
-        rows = Rows(self.slots, max_new_tokens, self.is_eos)
-        with slot_attention(self.model), self._ready():
+        slots = Slots(self.slots, max_new_tokens, self.is_eos)
+        if self.cache is None:
+            self.cache = SlotCache(self.shape, self.slots, self.max_len, self.model.dtype, self.device)
+            self.state = torch.zeros(4, self.slots, dtype=torch.long, device=self.device)
+        with attention(self.model):
             for step in itertools.count():
-                self._admit(waiting, rows)
-                self._move(rows, *rows.gaps())
-                B = int(rows.in_use.sum())
+                self._admit(waiting, slots)
+                self._move(slots, *slots.gaps())
+                B = int(slots.in_use.sum())
                 if B == 0:
                     return results
                 if not self.fixed_shapes and step % SORT_EVERY == 0:
-                    self._move(rows, *misplaced(rows.length[:B]))
-                for row in rows.draw(self._decode_chunk(rows.state, B, temperature, top_p)):
-                    request, sample = rows.release(row)
+                    self._move(slots, *misplaced(slots.length[:B]))
+                for slot in slots.draw(self._decode_chunk(slots.state, B, temperature, top_p)):
+                    request, sample = slots.release(slot)
                     results[request.prompt.index][request.sample] = sample
                     self.tokens += len(sample.response_ids)
                     if on_finished:
                         on_finished(request.prompt.index, request.sample, sample)
 
-    def _requests(self, prompts, n: int, max_new_tokens: int, seed) -> deque[Request]:
+    def _requests(self, prompts, n: int, max_new_tokens: int, seed) -> list[Request]:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens: found {max_new_tokens}, allowed: 1 or more")
-        waiting, most = deque(), self.max_len - 1
+        requests, most = [], self.max_len - 1
         for index, (ids, own_seed) in enumerate(zip(prompts, prompt_seeds(seed, len(prompts)), strict=True)):
             if not 1 <= len(ids) <= most:
                 raise UserError(f"prompt {index}: found {len(ids)} tokens, allowed: 1 to {most} (max_len - 1)")
-            prompt, budget = Prompt(index, tuple(ids)), min(max_new_tokens, self.max_len - len(ids))
-            waiting += [Request(prompt, j, gumbel.derive_seed(own_seed, j), budget) for j in range(n)]
-        return waiting
+            prompt, budget = CachedPrompt(index, tuple(ids)), min(max_new_tokens, self.max_len - len(ids))
+            requests += [Request(prompt, j, gumbel.derive_seed(own_seed, j), budget) for j in range(n)]
+        return requests
 
-    @contextlib.contextmanager
-    def _ready(self) -> Iterator[None]:
-        if self.cache is None:
-            self.cache = SlotCache(self.shape, self.slots, self.max_len, self.model.dtype, self.device)
-            self.state = torch.zeros(4, self.slots, dtype=torch.long, device=self.device)
-            self.forward = fastest_forward(self.model, self.max_len, self.cache)
-        try:
-            self.forward.pack(self.slots)
-            yield
-        finally:
-            self.forward.unpack()
+    def _logits(self, tokens: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
+        """The model's logits (T, V) for packed tokens and positions (T,), or those of the last `keep`."""
+        packed = {"input_ids": tokens[None], "position_ids": positions[None], "packed": self.cache}
+        return self.model(**packed, use_cache=False, logits_to_keep=keep).logits[0]
 
-    def _admit(self, waiting: deque[Request], rows: Rows) -> None:
-        for row in np.flatnonzero(~rows.in_use)[: len(waiting)]:
+    def _admit(self, waiting: deque[Request], slots: Slots) -> None:
+        for slot in np.flatnonzero(~slots.in_use)[: len(waiting)]:
             prompt = waiting[0].prompt
-            if prompt.cached is None:
+            if prompt.kv is None:
                 self._prefill(waiting)
-            self.cache.kv[:, :, row, :, : len(prompt.ids) - 1] = prompt.cached
-            rows.admit(row, waiting.popleft())
+            self.cache.kv[:, :, slot, :, : len(prompt.ids) - 1] = prompt.kv
+            slots.admit(slot, waiting.popleft())
             if not waiting or waiting[0].prompt is not prompt:
-                prompt.cached = None
+                prompt.kv = None
 
     def _prefill(self, waiting: deque[Request]) -> None:
         """Computes the prompts of the next requests, as many as there are slots, within PREFILL_TOKENS."""
-        prompts = [waiting[0].prompt]
+        prompts, total = [], 0
         for request in itertools.islice(waiting, self.slots):
-            if request.prompt is not prompts[-1]:
-                if sum(len(prompt.ids) for prompt in (*prompts, request.prompt)) > PREFILL_TOKENS:
+            if not prompts or request.prompt is not prompts[-1]:
+                total += len(request.prompt.ids)
+                if prompts and total > PREFILL_TOKENS:
                     break
                 prompts.append(request.prompt)
         lengths = [len(prompt.ids) - 1 for prompt in prompts]
         tokens = torch.tensor([x for prompt in prompts for x in prompt.ids[:-1]], dtype=torch.long, device=self.device)
-        positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
-        self.cache.begin_prefill(lengths)
+        positions = self.cache.begin_prefill(lengths)
         if len(tokens):
-            self.forward(tokens, positions, self.cache, 1)
-        for prompt, cached in zip(prompts, self.cache.prefilled.split(lengths, dim=3), strict=True):
-            prompt.cached = cached
+            self._logits(tokens, positions, keep=1)
+        for prompt, kv in zip(prompts, self.cache.prefilled.split(lengths, dim=3), strict=True):
+            prompt.kv = kv
 
-    def _move(self, rows: Rows, places: np.ndarray, sources: np.ndarray) -> None:
+    def _move(self, slots: Slots, places: np.ndarray, sources: np.ndarray) -> None:
         if len(places):
-            self.cache.move(places, sources, int(rows.length[sources].max()))
-            rows.move(places, sources)
+            self.cache.move(places, sources, int(slots.length[sources].max()))
+            slots.move(places, sources)
 
     def _decode_chunk(self, state: np.ndarray, B: int, temperature: float, top_p: float) -> np.ndarray:
-        """`eos_every` steps of rows 0..B-1 (or more) -> (steps, 3, rows): tokens, log-probs, entropies."""
+        """`eos_every` steps of slots 0..B-1 (or more) -> (steps, 3, slots): tokens, log-probs, entropies."""
         self.state.copy_(torch.from_numpy(state[:4]))
         reach = np.minimum(state[1, :B] + self.eos_every, self.max_len)  # positions cached after the chunk
         if self.fixed_shapes:
@@ -321,27 +313,27 @@ class Sampler:
         else:
             starts, ends = [0, *segment_ends(B)[:-1]], segment_ends(B)
             segments = tuple(zip(starts, ends, np.maximum.reduceat(reach, starts).tolist(), strict=True))
-        self.row_steps += B * self.eos_every
+        self.slot_steps += B * self.eos_every
         drawn = [self.advance(B, segments, temperature, top_p) for _ in range(self.eos_every)]
         return torch.stack(drawn).cpu().numpy()
 
     def _step(self, B: int, segments, temperature: float, top_p: float) -> Tensor:
-        """One token for each of rows 0..B-1, from the state on the device and back into it -> (3, B) fp64."""
+        """One token for each of slots 0..B-1, from the state on the device and back into it -> (3, B) fp64."""
         token, length, seed, position = self.state[:, :B]
         self.cache.begin_step(length, segments)
-        drawn = gumbel.sample(self.forward(token, length, self.cache, 0), temperature, seed, position, top_p)
+        drawn = gumbel.sample(self._logits(token, length), temperature, seed, position, top_p)
         token.copy_(drawn[0])
-        length.add_(1).clamp_(max=self.max_len - 1)  # a row past its end stays inside the cache
+        length.add_(1).clamp_(max=self.max_len - 1)  # a slot past its end stays inside the cache
         position.add_(1)
         return torch.stack([x.double() for x in drawn])  # exact: ids are below 2 ** 53
 
-    def _replay(self, *step) -> Tensor:
+    def _step_by_graph(self, *step) -> Tensor:
         """`_step` as a CUDA graph, captured when its shapes and options first come up."""
         if step not in self.graphs:
             before = self.state.clone()
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # once without capture: what initialises lazily may not do so in it
+            with torch.cuda.stream(side):  # once without capture, for what must not initialise within it
                 self._step(*step)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
@@ -355,11 +347,11 @@ class Sampler:
         return out.clone()
 
 
-# ---- the naive twin
+# ---- the reference
 
 
 @torch.inference_mode()
-def naive_generate(
+def reference_generate(
     model, prompts, eos_ids, n=1, max_new_tokens=512, temperature=1.0, top_p=1.0, seed=0
 ) -> list[list[Sample]]:
     """What Sampler.generate returns, by a full forward of one sequence for each token."""

@@ -49,9 +49,9 @@ def ours(model, eos: set[int], prompts, args) -> Run:
     sampler = Sampler(model, eos, args.slots, max(map(len, prompts)) + args.max_new_tokens)
 
     def run(seed: int):
-        tokens, rows = sampler.tokens, sampler.row_steps
+        tokens, rows = sampler.tokens, sampler.slot_steps
         sampler.generate(prompts, n=args.n, max_new_tokens=args.max_new_tokens, seed=seed)
-        return sampler.tokens - tokens, (sampler.tokens - tokens) / (sampler.row_steps - rows)
+        return sampler.tokens - tokens, (sampler.tokens - tokens) / (sampler.slot_steps - rows)
 
     return run
 

@@ -4,6 +4,7 @@
     checkpoint.py   the state of a run on the disk          signals.py   SIGTERM, Ctrl-C and crashes
     config.py       a dataclass from YAML and command line  problems.py  queries and reference answers
     model.py        a Hugging Face model: load it, write its prompts, score responses
+    attention.py    our attention in the layers of such a model
     ranks.py        devices, memory, the processes of torchrun
     files.py        atomic writes                           errors.py    a user's mistake in one line
 

@@ -103,7 +103,8 @@ def to_resume(config) -> Path | None:
     Raises UserError where the run directory holds a run and `resume` is not set, and where the run had another config.
     """
     run_dir = Path(config.run_dir)
-    if not (run_dir / "metrics.jsonl").exists() and not finished(run_dir):
+    log = run_dir / "metrics.jsonl"
+    if not finished(run_dir) and not (log.exists() and log.stat().st_size):  # a start that failed leaves an empty one
         return None
     if not config.resume:
         raise UserError(f"run_dir = {str(run_dir)!r} holds a run, allowed: --resume to go on, or another --run_dir")

@@ -1,13 +1,11 @@
-"""model.py: what R³ needs of a Hugging Face causal LM: load it, write its prompts, and score given responses.
+"""model.py: what R³ needs of a Hugging Face causal LM: load it, write its prompts, read and score its responses.
 
     model, tokenizer = load("data/tiny/model", device="cpu", dtype=torch.float32)
     prompt_ids = chat_prompt(tokenizer, "Compute 3+4.")
     logprob, entropy = token_logprobs(model, [(prompt_ids, response_ids)], temperature=1.0)
 
 Sequences are packed: all tokens of a micro-batch lie one after another in one row of T tokens, positions restart at
-each sequence, and attention stays within it. So no padding enters any matrix product but the attention's own, and on
-CUDA (flash attention over cumulative lengths) not even that. Legend: B sequences, T tokens in all, H heads, D head
-size.
+each sequence, and attention stays within it (attention.py). So matrix products see no padding.
 """
 
 from __future__ import annotations
@@ -15,42 +13,37 @@ from __future__ import annotations
 import contextlib
 import copy
 import difflib
-import functools
-import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from jinja2 import TemplateError
-from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from entropy import linear_token_stats
+from runtime.attention import Packing, attention, attention_shape
 from runtime.errors import UserError
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:
-    varlen_attn = None
-try:
-    from flash_attn import flash_attn_varlen_func
-except ImportError:
-    flash_attn_varlen_func = None
+transformers_logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()  # what its warnings are about, `load` checks
 
-Row = tuple[Sequence[int], Sequence[int]]  # (prompt ids, response ids)
+Pair = tuple[Sequence[int], Sequence[int]]  # (prompt ids, response ids)
+THINKING_TAGS = "<think>", "</think>"
 
 
 # ----------------------------------------------------------------------------------------------------- loading
 
 
 def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote_code: bool = False):
-    """A causal LM in eval mode (dropout off, SPEC 8.10) and its tokenizer, from a folder or a hub name.
+    """A causal LM in eval mode and its tokenizer, from a folder or a hub name.
 
     Raises UserError where the folder or the hub name is missing or damaged, the model is no causal LM, tokenizer and
-    embedding do not fit, there is no end-of-sequence id, or the logits are not `hidden @ head.T` (SPEC 9).
+    embedding do not fit, no token ends a sequence, or the model cannot be scored by `token_logprobs`.
     """
     folder = Path(name)
     if not folder.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~")) or folder.parent.is_dir()):
@@ -61,6 +54,8 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
         raise UserError(f"model {name!r}: the folder has no config.json, so it is no Hugging Face model")
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        if "eos_token_id" not in config.get_config_dict(name)[0]:
+            config.eos_token_id = None  # the default of a Llama, say, is the id of another token here
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
@@ -83,12 +78,15 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(f"model {name!r}: the tokenizer has {len(tokenizer)} tokens, the embedding only {rows}")
-    if not eos_ids(model, tokenizer):
-        raise UserError(f"model {name!r}: neither generation_config.json nor the tokenizer names an EOS token")
+    eos = eos_ids(model, tokenizer)
+    if not eos or min(eos) < 0 or max(eos) >= rows:
+        found = f"the EOS ids {sorted(eos)}" if eos else "no EOS token in config.json, generation_config.json, tokenizer"
+        raise UserError(f"model {name!r}: found {found}, allowed: 0 to {rows - 1}")
     model = model.to(device).eval()
     if model.device.type == "cpu":
         for p in model.parameters():
             p.data = p.data.clone()  # out of the mapped file: aligned alike for any file, so a resume has the same bits
+    attention_shape(model, max_len=1)
     check_head(model, name)
     return model, tokenizer
 
@@ -110,129 +108,114 @@ def positions(model: PreTrainedModel) -> int:
 
 
 def eos_ids(model: PreTrainedModel, tokenizer) -> set[int]:
-    """Every id that ends a response: those of generation_config (a list at times), config and tokenizer (SPEC 8.3)."""
-    found = [getattr(model.generation_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)]
+    """Every id that ends a response: those of generation_config (a list at times), config and tokenizer."""
+    found = [getattr(of, "eos_token_id", None) for of in (model.generation_config, model.config, tokenizer)]
     flat = [i for ids in found for i in (ids if isinstance(ids, (list, tuple)) else [ids])]
     return {int(i) for i in flat if i is not None}
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, name: str) -> None:
-    """Refuses a model whose logits are more than hidden @ head.T (scaled or soft-capped logits, a bias)."""
-    ids = torch.arange(3, 7, device=model.device)[None]
-    hidden = model.base_model(input_ids=ids).last_hidden_state
-    ours = hidden @ model.get_output_embeddings().weight.T
-    theirs = model(input_ids=ids).logits
-    if not theirs.isfinite().all():
-        raise UserError(f"model {name!r}: its logits are not finite, so its weights are damaged")
-    if not torch.allclose(ours.float(), theirs.float(), rtol=1e-2, atol=1e-2 * theirs.abs().max().item()):
-        raise UserError(
-            f"model {name!r}: {type(model).__name__} changes its logits after the head (scale, soft cap, bias); "
-            "allowed: models whose logits are hidden @ head.T, such as Qwen2, Qwen3, Llama, Mistral"
-        )
+    """Refuses a model whose logits are not hidden @ head.T: a bias, scaled or soft-capped logits.
+
+    The product and what the model does with it are computed in fp32, whatever the dtype of the weights.
+    """
+    head, seen = model.get_output_embeddings(), {}
+    settings = "logit_scale", "logits_scaling", "lm_head_multiplier", "final_logit_softcapping"
+    values = {key: getattr(model.config, key, None) for key in settings}
+    place, changes = "after", [f"{key} = {value}" for key, value in values.items() if value not in (None, 1)]
+    if type(head) is not nn.Linear:
+        changes.append(f"a head of the class {type(head).__name__}")
+    elif head.bias is not None:
+        changes.append("a bias of the head")
+    if not changes:
+
+        def product(module, args, output):
+            seen["input"], seen["logits"] = args[0], F.linear(args[0].float(), module.weight.float())
+            return seen["logits"]
+
+        ids = torch.arange(3, 7, device=model.device)[None]
+        hidden, hook = model.base_model(input_ids=ids, use_cache=False)[0], head.register_forward_hook(product)
+        try:
+            logits = model(input_ids=ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        if not logits.isfinite().all():
+            raise UserError(f"model {name!r}: its logits are not finite, so its weights are damaged")
+        for where, ours, theirs in (("before", hidden, seen["input"]), ("after", seen["logits"], logits)):
+            if ours.shape != theirs.shape or (ours - theirs).abs().max() > 1e-4 * ours.abs().max():
+                place, changes = where, ["in its code"]
+    if changes:
+        found = f"{type(model).__name__} changes its logits {place} the head: {', '.join(changes)}"
+        allowed = "models whose logits are hidden @ head.T, such as Qwen2, Qwen3, Llama, Mistral"
+        raise UserError(f"model {name!r}: {found}; allowed: {allowed}")
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """`token_logprobs` no longer keeps the activations of each layer: backward computes them again."""
+    again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), attention(model))}
+    model.activation_checkpointing_enable(again)
+
+
+# ----------------------------------------------------------------------------------------- prompts and responses
 
 
 def chat_prompt(tokenizer, user: str, system: str = "") -> list[int]:
     """The ids of one user turn in the model's own chat template, up to where the assistant begins.
 
-    Raises UserError where the tokenizer has no chat template.
+    A special token in `user` or `system` is encoded as the text that it is. UserError without a chat template.
     """
     if not tokenizer.chat_template:
         raise UserError(f"model {tokenizer.name_or_path!r}: its tokenizer has no chat template; add one to the folder")
     turns = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": user}]
+    options = {"add_generation_prompt": True, "return_dict": False, "sanitize_control_tokens": True}
     try:
-        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False))
+        return list(tokenizer.apply_chat_template(turns, **options))
     except TemplateError as error:  # bad syntax, or a turn that the template refuses, such as a system prompt
         raise UserError(f"model {tokenizer.name_or_path!r}: its chat template fails: {error}") from error
 
 
-# ----------------------------------------------------------------------------------------- packed attention
-
-
-def packed_attention(module, query, key, value, attention_mask=None, scaling=None, *, packing, **_):
-    """Causal attention within each packed sequence: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D].
-
-    Flash attention over cumulative lengths on CUDA in half precision; elsewhere the sequences are laid out as padded
-    rows, where the causal mask alone keeps real tokens away from the padding behind them.
-    """
-    q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))  # (T, H, D); rotation may give fp32
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and (flash := flash_attention()):
-        ends, longest = packing["ends"], packing["longest"]
-        return flash(q, k, v, ends, ends, longest, longest, scaling)[None], None
-    row, column, B, L = packing["row"], packing["column"], packing["rows"], packing["longest"]
-    q, k, v = (x.new_zeros(B, L, *x.shape[1:]).index_put((row, column), x).transpose(1, 2) for x in (q, k, v))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
-    return out.transpose(1, 2)[row, column][None], None
-
-
-@functools.cache
-def flash_attention():
-    """Causal attention(q, k, v, ends, ends, longest, longest, scale) by torch or flash-attn; None without either."""
-    if varlen_attn and {"window_size", "enable_gqa", "scale"} <= set(inspect.signature(varlen_attn).parameters):
-        return lambda *args: varlen_attn(*args[:7], scale=args[7], window_size=(-1, 0), enable_gqa=True)
-    if flash_attn_varlen_func:
-        return lambda *args: flash_attn_varlen_func(*args[:7], softmax_scale=args[7], causal=True)
-    return None
-
-
-AttentionInterface.register("packed", packed_attention)
-transformers_logging.disable_progress_bar()
-transformers_logging.set_verbosity_error()  # what its warnings are about, `load` checks
-
-
-@contextlib.contextmanager
-def attention(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Within the block the model attends by the registered function `name`; the module may be shared with a sampler."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
+def decode(tokenizer, ids: Sequence[int]) -> str:
+    """The text of a response: without special tokens, EOS among them, but with the tags around its thinking."""
+    added = tokenizer.added_tokens_decoder.items()
+    left_out = {i for i, token in added if token.special and token.content not in THINKING_TAGS}
+    return tokenizer.decode([i for i in ids if i not in left_out])
 
 
 # --------------------------------------------------------------------------------- scoring given responses
 
 
-def pack(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, dict]:
+def pack(pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, Packing]:
     """Packs (prompt, response) pairs: ids [1, T], positions [1, T], index [N], targets [N], packing.
 
     The last response token predicts nothing and is left out of the input. `index` are the positions whose hidden states
-    predict the N response tokens `targets`, EOS included: here alone the mask is made, and from lengths (SPEC 8.3).
+    predict the N response tokens `targets`, EOS included: the mask is made here alone, from lengths.
     """
-    ids, column, index, targets, lengths = [], [], [], [], []
-    for prompt, response in rows:
+    ids, index, targets, lengths = [], [], [], []
+    for prompt, response in pairs:
         assert len(prompt) and len(response), f"empty prompt or response: {len(prompt)}, {len(response)} tokens"
         index.extend(range(len(ids) + len(prompt) - 1, len(ids) + len(prompt) + len(response) - 1))
         ids.extend(prompt)
         ids.extend(response[:-1])
         lengths.append(len(prompt) + len(response) - 1)
-        column.extend(range(lengths[-1]))
         targets.extend(response)
-    sizes = torch.tensor(lengths)
-    ends = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
-    row = torch.repeat_interleave(torch.arange(len(rows)), sizes)
-    positions = torch.tensor(column).to(device)
-    packing = {"row": row.to(device), "column": positions, "ends": ends.to(device)}
-    packing |= {"rows": len(rows), "longest": max(lengths)}
-    return (
-        torch.tensor([ids], device=device),
-        positions[None],
-        torch.tensor(index, device=device),
-        torch.tensor(targets, device=device),
-        packing,
-    )
+    ids, index, targets = (torch.tensor(x, device=device) for x in (ids, index, targets))
+    packing = Packing(lengths, device)
+    return ids[None], packing.positions[None], index, targets, packing
 
 
-def token_logprobs(model: PreTrainedModel, rows: Sequence[Row], temperature: float) -> tuple[Tensor, Tensor]:
-    """log pi(token) and entropy in nats of each response token, at the sampling temperature (SPEC 8.2).
+def token_logprobs(model: PreTrainedModel, pairs: Sequence[Pair], temperature: float) -> tuple[Tensor, Tensor]:
+    """log pi(token) and entropy in nats of each response token, at the sampling temperature, with dropout off.
 
-    rows: (prompt ids, response ids) pairs; returns two fp32 tensors [N], response after response. Differentiable.
+    pairs: (prompt ids, response ids); returns two fp32 tensors [N], response after response. Differentiable.
     """
     device = model.get_input_embeddings().weight.device
-    ids, positions, index, targets, packing = pack(rows, device)
-    with attention(model, "packed"):
-        options = {"use_cache": False, "packing": packing}
+    ids, positions, index, targets, packing = pack(pairs, device)
+    with attention(model):
+        if model.is_activation_checkpointing:
+            for module in model.modules():  # in eval mode transformers would not checkpoint; dropout stays off
+                module.training = isinstance(module, GradientCheckpointingLayer)
+        options = {"use_cache": False, "packed": packing}
         hidden = model.base_model(input_ids=ids, position_ids=positions, **options).last_hidden_state
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
     hidden = hidden[0].index_select(0, index).to(dtype)  # (N, d)

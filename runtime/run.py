@@ -155,7 +155,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     if c.beta > 0:
         reference = lm.load(c.model, ranks.device, dtype, c.trust_remote_code)[0].requires_grad_(False)
     if c.gradient_checkpointing:
-        policy.gradient_checkpointing_enable({"use_reentrant": False})
+        lm.checkpoint_activations(policy)
     verifier = stack.enter_context(Verifier())
     prompts = {p.uid: plain_prompt(p, tokenizer, c) for p in problems}
     problems, left_out = usable(problems, prompts, c)

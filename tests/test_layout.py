@@ -13,9 +13,10 @@ runtime.run runtime.optimizer
 plot
 eval
 verify rollout runtime.checkpoint runtime.signals
-runtime.model sampling.decoder grader.equality replay
+runtime.model grader.equality replay
 sampling.kvcache sampling.gumbel grader.latex runtime.problems runtime.config runtime.files runtime.ranks
-entropy runtime.errors
+entropy runtime.attention
+runtime.errors
 """
 
 

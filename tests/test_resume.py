@@ -348,6 +348,23 @@ def test_run_directory_that_holds_a_run_is_not_overwritten(unbroken, start, caps
     assert rows(unbroken()) == before
 
 
+@pytest.mark.parametrize(("place", "changes"), [("collect", {"eval_data": ""}), ("evaluate", {}), ("set_up", {})])
+def test_start_that_failed_before_its_first_row_does_not_hold_a_run(unbroken, start, tmp_path, place, changes):
+    """Whatever it had written by then: the same command, or one with other settings, begins anew."""
+
+    def fail():
+        if place == "set_up":  # as a logger does that is made after the files are there
+            (tmp_path / "run").mkdir()
+            (tmp_path / "run" / "metrics.jsonl").touch()
+        raise UserError("slots: too many")
+
+    with at(r3, place, 1, fail), pytest.raises(SystemExit) as end:
+        start(tmp_path / "run", slots=7, **changes)
+    assert end.value.code == 2
+    start(tmp_path / "run")
+    assert_same_run(unbroken(), tmp_path / "run")
+
+
 def test_resuming_with_other_problems_is_refused(unbroken, start, tmp_path, capsys):
     """The same config, but the file that it names has another content."""
     data = tmp_path / "problems.jsonl"

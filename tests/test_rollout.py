@@ -17,9 +17,9 @@ from transformers import (
 
 import rollout
 from entropy import token_stats
-from rollout import Prompt, Request, Rows, Sampler, naive_generate
+from rollout import CachedPrompt, Request, Sampler, Slots, reference_generate
 from runtime.errors import UserError
-from sampling import decoder, gumbel, kvcache
+from sampling import gumbel, kvcache
 from sampling.gumbel import derive_seed
 
 SMALL = {
@@ -82,26 +82,9 @@ def test_cached_equals_naive(family, temperature):
     model = build(config, **changes)
     options = {"n": 3, "max_new_tokens": 24, "temperature": temperature, "seed": 3}
     got = Sampler(model, EOS, slots=5, max_len=40).generate(PROMPTS, **options)
-    assert_same(got, naive_generate(model, PROMPTS, EOS, **options))
+    assert_same(got, reference_generate(model, PROMPTS, EOS, **options))
     ends = {sample.response_ids[-1] for sample in flat(got)}
     assert temperature == 0.0 or ends & EOS, "no response ended: the case tests too little"
-
-
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_packed_weights_equal_naive_before_and_after_a_change_of_the_weights(family, monkeypatch):
-    """Every matrix is packed here, those with a bias too; between two calls nothing is."""
-    monkeypatch.setattr(decoder, "PACKED_FROM", 1)
-    config, changes = FAMILIES[family]
-    model = build(config, **changes)
-    sampler, packed = Sampler(model, EOS, slots=5, max_len=40), set()
-    for seed in (3, 4):
-        options = {"n": 3, "max_new_tokens": 24, "seed": seed}
-        got = sampler.generate(PROMPTS, **options, on_finished=lambda *_: packed.add(len(sampler.forward.layers)))
-        assert_same(got, naive_generate(model, PROMPTS, EOS, **options))
-        assert packed == {SMALL["num_hidden_layers"]} and not sampler.forward.layers
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
 def test_logprobs_and_entropies_equal_a_fresh_forward(model):
@@ -119,7 +102,7 @@ def test_logprobs_and_entropies_equal_a_fresh_forward(model):
 def test_top_p_draws_from_the_smallest_set_that_holds_the_mass(model):
     options = {"n": 4, "max_new_tokens": 12, "top_p": 0.6, "seed": 5}
     got = Sampler(model, EOS, slots=6, max_len=40).generate(PROMPTS, **options)
-    assert_same(got, naive_generate(model, PROMPTS, EOS, **options))
+    assert_same(got, reference_generate(model, PROMPTS, EOS, **options))
     logits = torch.tensor([[1.0, 3.0, 2.0, 0.0]])  # probabilities 0.09, 0.64, 0.24, 0.03
     seeds, zero = torch.arange(200), torch.zeros(200, dtype=torch.long)
     for top_p, allowed in ((0.6, {1}), (0.7, {1, 2}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
@@ -194,7 +177,7 @@ def test_rows_stop_alone_and_nothing_is_computed_for_them_afterwards(model):
     samples = flat(sampler.generate(PROMPTS, n=5, max_new_tokens=40, seed=4))
     lengths = {len(sample.response_ids) for sample in samples}
     assert len(lengths) > 3
-    assert sampler.row_steps == sampler.tokens == sum(len(sample.response_ids) for sample in samples)
+    assert sampler.slot_steps == sampler.tokens == sum(len(sample.response_ids) for sample in samples)
 
 
 # ---- random streams
@@ -266,7 +249,7 @@ def test_dropout_is_off_while_sampling():
     model.train()
     options = {"max_new_tokens": 10, "temperature": 0.0}
     got = Sampler(model, EOS, slots=2, max_len=30).generate(PROMPTS[:2], **options)
-    assert_same(got, naive_generate(model.eval(), PROMPTS[:2], EOS, **options))
+    assert_same(got, reference_generate(model.eval(), PROMPTS[:2], EOS, **options))
 
 
 def test_an_exception_while_sampling_gives_the_module_back(model):
@@ -303,7 +286,7 @@ def test_weights_changed_in_place_count_at_the_next_call():
     sampler.generate(PROMPTS, **options)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
-    assert_same(sampler.generate(PROMPTS, **options), naive_generate(model, PROMPTS, EOS, **options))
+    assert_same(sampler.generate(PROMPTS, **options), reference_generate(model, PROMPTS, EOS, **options))
 
 
 def test_the_cache_comes_back_after_release(model):
@@ -398,9 +381,9 @@ def test_moving_the_misplaced_rows_sorts_the_segments_and_no_row_gets_lost():
 
 
 def test_gaps_are_closed_from_the_end_and_records_stay_with_their_rows():
-    rows = Rows(slots=6, max_new_tokens=4, is_eos=np.zeros(10, dtype=bool))
+    rows = Slots(count=6, max_new_tokens=4, is_eos=np.zeros(10, dtype=bool))
     for row in range(6):
-        rows.admit(row, Request(Prompt(row, (1,) * (row + 1)), sample=0, seed=row, budget=4))
+        rows.admit(row, Request(CachedPrompt(row, (1,) * (row + 1)), sample=0, seed=row, budget=4))
     chunk = np.ones((1, 3, 6))
     rows.draw(chunk)
     for row in (1, 2):
@@ -415,9 +398,9 @@ def test_gaps_are_closed_from_the_end_and_records_stay_with_their_rows():
 def test_a_burst_is_recorded_up_to_each_row_s_end():
     is_eos = np.zeros(10, dtype=bool)
     is_eos[7] = True
-    rows = Rows(slots=3, max_new_tokens=3, is_eos=is_eos)
+    rows = Slots(count=3, max_new_tokens=3, is_eos=is_eos)
     for row in range(2):
-        rows.admit(row, Request(Prompt(row, (1, 2)), sample=0, seed=0, budget=3))
+        rows.admit(row, Request(CachedPrompt(row, (1, 2)), sample=0, seed=0, budget=3))
     chunk = np.zeros((4, 3, 3))
     chunk[:, 0] = [[5, 5, 9], [5, 7, 9], [6, 8, 9], [6, 8, 9]]
     chunk[:, 1] = -np.arange(12).reshape(4, 3)
@@ -437,7 +420,7 @@ def test_cuda_graphs_equal_naive_in_fp32(temperature):
     model = build().cuda()
     options = {"n": 3, "max_new_tokens": 24, "temperature": temperature, "seed": 3}
     got = Sampler(model, EOS, slots=5, max_len=40).generate(PROMPTS, **options)
-    assert_same(got, naive_generate(model, PROMPTS, EOS, **options))
+    assert_same(got, reference_generate(model, PROMPTS, EOS, **options))
 
 
 @pytest.mark.gpu
