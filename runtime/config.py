@@ -108,7 +108,8 @@ def read_yaml(file: str) -> list[Entry]:
         near = nearest(file, map(str, source.parent.glob("*.yaml"))) if source.parent.is_dir() else ""
         raise UserError(f"--config {file}: no such file{near}")
     try:
-        loader = yaml.SafeLoader(source.read_bytes().decode("utf-8-sig"))
+        text = source.read_bytes().decode("utf-8-sig")
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         for k, v in node.value if isinstance(node, yaml.MappingNode) else []:
             where = f"{file}:{k.start_mark.line + 1}"
@@ -119,7 +120,8 @@ def read_yaml(file: str) -> list[Entry]:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:  # `!!int x`, `!!bool x`
         mark = getattr(error, "problem_mark", None)
-        where = f"{file}:{mark.line + 1}" if mark else where
+        if mark or hasattr(error, "position"):  # of a character that YAML does not allow
+            where = f"{file}:{(mark.line if mark else text.count(chr(10), 0, error.position)) + 1}"
         raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
     if not isinstance(node, yaml.MappingNode | None):
         raise UserError(f"{file}:{node.start_mark.line + 1}: found a {node.id}, allowed: lines of `key: value`")

@@ -155,7 +155,7 @@ def jsonl_rows(file: BinaryIO, name: str) -> Iterator[tuple[int, Any]]:
             raise UserError(f"{name}:{number}: a line of more than {MAX_LINE_BYTES:,} bytes, allowed: up to that")
         text = decode(data, name, number)
         if text.strip():
-            yield number, parse(text, name, number)
+            yield number, parse(text.rstrip(), name, number)
 
 
 def json_rows(file: BinaryIO, name: str) -> Iterator[tuple[int, Any]]:

@@ -265,7 +265,8 @@ def save(run: Run) -> None:
         run.logs.sync()  # the rows of a step are on the disk before its checkpoint is
     state = {"step": run.step, "bad_steps": run.bad_steps, "problems": fingerprint(run.problems)}
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)
-    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype)
+    prompt = {"prompt_suffix": c.prompt_suffix, "system_prompt": c.system_prompt}
+    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype, prompt=prompt)
     run.saved = run.step
 
 
