@@ -229,7 +229,7 @@ class Options:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = one_of("auto", "float32", "bfloat16")  # of the weights
     trust_remote_code: bool = False  # run code that the model brings
-    out: str = path("")  # JSONL of every response; an interrupted command, given again, continues
+    out: str | None = path(None)  # JSONL of every response; an interrupted command, given again, continues
 
     def __post_init__(self):
         for key in ("model", "data"):
@@ -237,10 +237,10 @@ class Options:
                 raise UserError(f"command line: --{key} is missing or empty, allowed: --{key}=NAME")
         if max(self.ks) > self.n:
             raise UserError(f"command line: --k {max(self.ks)} needs at least as many samples, found --n {self.n}")
-        folder = Path(self.out).absolute().parent
-        if self.out and not folder.is_dir():
+        out = Path(self.out or "").absolute()
+        if not out.parent.is_dir():
             raise UserError(f"command line: --out {self.out}: the folder does not exist")
-        if self.out and (Path(self.out).is_dir() or not os.access(folder, os.W_OK)):
+        if self.out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
             raise UserError(f"command line: --out {self.out}: it cannot be written, allowed: a file")
 
     @property

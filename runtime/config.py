@@ -51,7 +51,7 @@ def one_of(*allowed: str):
     return dataclasses.field(default=allowed[0], metadata={"allowed": allowed})
 
 
-def path(default: str):
+def path(default: str | None):
     """A field that names a file or a folder; `expand` is applied to it."""
     return dataclasses.field(default=default, metadata={"path": True})
 

@@ -372,6 +372,7 @@ def test_model(place, short_model, mistake, phrases, capsys):
     ("top_p that is no number", "--model m --data good.jsonl --top-p nan", "top_p = 'nan'", "a finite number"),
     ("result in a missing folder", "--model m --data good.jsonl --out no/a.jsonl", "--out no/a.jsonl", "folder"),
     ("result in no home", "--model m --data good.jsonl --out $NOWHERE/a", "--out: out = '$NOWHERE/a'", "is not set"),
+    ("result without a name", "--model m --data good.jsonl --out=", "--out : it cannot be written", "a file"),
     ("result in place of a folder", "--model m --data good.jsonl --out folder", "--out folder", "cannot be written"),
     ("missing data", "--model m --data nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("no such model", "--model ./nowhere --data good.jsonl", "model './nowhere': no such folder"),
@@ -386,8 +387,32 @@ def test_eval(place, short_model, mistake, phrases, capsys):
     refused(capsys, evaluation.main, mistake.split(), *phrases)
 
 
+@pytest.mark.parametrize("written", ["~", "$HOME", "${HOME}"])
+def test_home_is_expanded_by_every_program(place, short_model, monkeypatch, written):
+    home = place / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "m").symlink_to(short_model)
+    (home / "good.jsonl").write_bytes(lines(GOOD))
+    before = {p.name for p in place.iterdir()}
+    paths = {"model": "m", "data": "good.jsonl", "eval_data": "good.jsonl", "run_dir": "run"}
+    options = "--batch_size=4 --group_size=2 --device=cpu --max_new_tokens=4 --steps=1 --eval_n=1 --slots=4"
+    r3.main([*(f"--{key}={written}/{path}" for key, path in paths.items()), *options.split(), "--check_answers=off"])
+    assert f"run_dir: {home}/run" in (home / "run" / "config.yaml").read_text()
+    options = f"--model={written}/m --data {written}/good.jsonl --out={written}/a.jsonl --n=1 --max-new-tokens=4"
+    evaluation.main(options.split())
+    plot.main(f"{written}/run --answers {written}/a.jsonl --out={written}/a.png".split())
+    prepare = [sys.executable, ROOT / "data" / "prepare.py", f"--from={written}/good.jsonl", f"--out={written}/run"]
+    subprocess.run(prepare, check=True)
+    made = {"m", "good.jsonl", "run", "a.jsonl", "a.png"}
+    assert {p.name for p in home.iterdir()} == made and (home / "run" / "good.jsonl").is_file()
+    assert {p.name for p in place.iterdir()} == before, "a folder named ~ or $HOME"
+
+
 @table(
     ("no run", "--out a.png", "no run named"),
+    ("run in no home", "$NOWHERE/first --out a.png", "run = '$NOWHERE/first'", "NOWHERE is not set"),
+    ("picture in no home", "runs/first --out ~nobody-of-this-name/a.png", "--out = '~nobody", "no such home"),
     ("no such run", "runs/frist --out a.png", "no such run directory", "did you mean 'first'?"),
     ("not a run", "runs --out a.png", "metrics.jsonl is missing"),
     ("bad row", "runs/first --out a.png", "metrics.jsonl:2: bad JSON"),
