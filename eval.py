@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -96,35 +97,16 @@ def sample_and_grade(
 
 
 def evaluate(
-    sampler: Sampler,
-    verifier: Verifier,
-    tokenizer,
-    prompts: Sequence[list[int]],
-    problems: Sequence[Problem],
-    *,
-    n: int,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    on_finished: Callable[[int, int, Sample], None] = lambda *_: None,
-    known: Mapping[tuple[int, int], Sample] | None = None,
+    sampler: Sampler, verifier: Verifier, tokenizer, prompts, problems: Sequence[Problem], *, seed: int, **generate
 ) -> list[dict]:
-    """One record per response: uid, sample, correct, tokens, finished, response. Seeds depend on seed and uid."""
-    graded = sample_and_grade(
-        sampler,
-        verifier,
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-        prompts,
-        problems,
-        on_finished,
-        known,
-        n=n,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=[derive_seed(seed, "eval", p.uid) for p in problems],
-    )
+    """One record per response: uid, sample, correct, tokens, finished, response.
+
+    generate: n, max_new_tokens, temperature, top_p, on_finished and known of Sampler.generate. The draws of a problem
+    depend on the seed and its uid, not on the other problems.
+    """
+    seeds = [derive_seed(seed, "eval", p.uid) for p in problems]
+    decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+    graded = sample_and_grade(sampler, verifier, decode, prompts, problems, seed=seeds, **generate)
     return [
         {
             "uid": problem.uid,
@@ -132,7 +114,7 @@ def evaluate(
             "correct": correct,
             "tokens": len(sample.response_ids),
             "finished": sample.finished,
-            "response": tokenizer.decode(sample.response_ids, skip_special_tokens=True),
+            "response": decode(sample.response_ids),
         }
         for problem, group in zip(problems, graded, strict=True)
         for j, (sample, correct) in enumerate(group)

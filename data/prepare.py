@@ -70,7 +70,7 @@ def prepare(name: str, source: Source, file: str | None, out: Path) -> str:
 
 def collect(name: str, source: Source, file: str | None) -> tuple[list[Problem], dict[str, int]]:
     """The problems of one set, and how many rows were left out for which reason."""
-    origin, rows = read(file) if file else (source.hub, hub_rows(source.hub, source.split))
+    origin, rows = read(file) if file is not None else (source.hub, hub_rows(source.hub, source.split))
     kept: dict[tuple, Problem] = {}  # what makes a problem the same one -> its first row
     left_out = {"empty": 0, "repeated": 0, "contradictory": 0}
     for number, (line, row) in enumerate(rows):
@@ -111,11 +111,9 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     for name in args.names:
         if name not in SETS:
             raise UserError(f"no data set {name!r}{nearest(name, SETS)}; allowed: {', '.join(SETS)}")
-    if args.file == "":
-        raise UserError("command line: --from is empty, allowed: a file")
     if args.file and len(args.names) > 1:
         raise UserError(f"command line: --from is one set, found {len(args.names)} names; give at most one")
-    if not (args.names or args.file or args.list):
+    if not (args.names or args.list) and args.file is None:
         raise UserError(f"command line: no data set named, allowed: --list, --from FILE, {', '.join(SETS)}")
     if not args.out.is_dir():
         raise UserError(f"command line: --out {args.out}: no such folder; make it first")

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import inspect
 import io
-import itertools
 import math
 import operator
 import os
@@ -40,10 +39,9 @@ BOUNDS = {
 }
 
 
-def bounded(default, low=None, high=None, above=None, below=None, also=None):
-    """A field of numbers with low <= value <= high and above < value < below, or value == also."""
-    metadata = {"low": low, "high": high, "above": above, "below": below, "also": also}
-    return dataclasses.field(default=default, metadata=metadata)
+def bounded(default, also=None, **bounds):
+    """A field of numbers with low <= value <= high and above < value < below (any of the four), or value == also."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds, "also": also})
 
 
 def one_of(*allowed: str):
@@ -66,24 +64,25 @@ def parse(cls, argv: Sequence[str]):
     if any(word in ("-h", "--help") for word in argv):
         print_help(cls, program)
         sys.exit(0)
-    arguments = list(read_arguments(argv, {name: f.type for name, f in fields.items()}))
+    arguments = list(read_arguments(argv, {"config": "str"} | {name: f.type for name, f in fields.items()}))
     files = [value for key, value, _ in arguments if key == "config"]
+    entries = [entry for entry in arguments if entry[0] != "config"]
     if len(files) > 1 or "" in files:
         raise UserError(f"command line: --config: found {' and '.join(map(repr, files))}, allowed: one file")
-    files = [expand(file, "command line: --config") for file in files]
+    if files:
+        entries = read_yaml(expand(files[0], "command line: --config")) + entries
     values = {}
-    for key, value, where in [*itertools.chain(*map(read_yaml, files)), *arguments]:
-        if key in fields:
-            values[key] = checked(fields[key], value, where)
-        elif key != "config":
+    for key, value, where in entries:
+        if key not in fields:
             raise UserError(f"{where}: unknown key {key!r}{nearest(key, fields)}; all keys: python {program} --help")
+        values[key] = checked(fields[key], value, where)
     if files and "run_dir" in fields and not values.get("run_dir"):
         values["run_dir"] = f"runs/{Path(files[0]).stem}"
     return cls(**values)
 
 
 def read_arguments(argv: Sequence[str], types: dict[str, str]) -> Iterator[Entry]:
-    """The entries of a command line. types: of each key; a key without one takes all words up to the next `--`."""
+    """The entries of a command line. types: of each known key."""
     words = list(argv)
     while words:
         word = words.pop(0)
@@ -91,11 +90,11 @@ def read_arguments(argv: Sequence[str], types: dict[str, str]) -> Iterator[Entry
             raise UserError(f"command line: found {word!r}, allowed: --config FILE and --key=value")
         name, equals, value = word[2:].partition("=")
         key = name.replace("-", "_")
-        kind = "str" if key == "config" else types.get(key, "list")
+        kind = types.get(key, "list")  # an unknown key takes all words up to the next one
         if not equals:
             following = next((i for i, w in enumerate(words) if w.startswith("--")), len(words))
             count = following if kind.startswith("list") else min(following, kind != "bool")
-            if not count and kind != "bool" and (key in types or key == "config"):
+            if not count and kind != "bool" and key in types:
                 raise UserError(f"command line: --{name} needs a value: --{name}=...")
             value, words = "true" if kind == "bool" else " ".join(words[:count]), words[count:]
         yield key, value, f"command line: --{name}"
@@ -148,28 +147,27 @@ def checked(field: dataclasses.Field, value, where: str):
 
 
 def one_checked(field: dataclasses.Field, kind: str, value, where: str):
-    refuse, (convert, meaning) = f"{where}: {field.name} = {value!r}, allowed:", KINDS[kind]
-    out, may = convert(value), field.metadata
+    (convert, meaning), may = KINDS[kind], field.metadata
+    refuse, out = f"{where}: {field.name} = {value!r}, allowed:", convert(value)
     if out is None:
         raise UserError(f"{refuse} {meaning}")
-    if out not in may.get("allowed", [out]):
-        raise UserError(f"{refuse} {limits(field)}{nearest(out, may['allowed'])}")
-    outside = any(may.get(b) is not None and not holds(out, may[b]) for b, (_, holds) in BOUNDS.items())
-    if outside and out != may.get("also"):
-        raise UserError(f"{refuse} {limits(field)}")
+    choices, bounds = may.get("allowed", ()), may.get("bounds", {})
+    inside = all(BOUNDS[b][1](out, bound) for b, bound in bounds.items()) or out == may.get("also")
+    if choices and out not in choices or not inside:
+        raise UserError(f"{refuse} {limits(field)}{nearest(str(out), choices)}")
     return expand(out, f"{where}: {field.name}") if may.get("path") else out
 
 
 def limits(field: dataclasses.Field) -> str:
-    """What the field takes, apart from its type: "at least 0 and below 1"; empty where the type says it all."""
-    may = field.metadata
-    bounds = " and ".join(f"{words} {may[b]}" for b, (words, _) in BOUNDS.items() if may.get(b) is not None)
-    return ", ".join(may.get("allowed", [])) or (bounds if may.get("also") is None else f"{may['also']}, or {bounds}")
+    """What a value may be apart from its type: "at least 0 and below 1", or the choices; empty for any value."""
+    bounds = " and ".join(f"{BOUNDS[b][0]} {bound}" for b, bound in field.metadata.get("bounds", {}).items())
+    also = f"{field.metadata['also']}, or " if field.metadata.get("also") is not None else ""
+    return ", ".join(field.metadata.get("allowed", ())) or also + bounds
 
 
 def expand(name: str, where: str) -> str:
     """`name` with `~` and `$VARIABLE` replaced as a shell does; UserError where there is no such home or variable."""
-    unset = [v.strip("{}") for v in re.findall(r"\$(\w+|\{[^}]*\})", name) if not os.environ.get(v.strip("{}"))]
+    unset = [variable for variable in re.findall(r"\$\{?(\w+)", name) if not os.environ.get(variable)]
     out = os.path.expanduser(os.path.expandvars(name))
     if not unset and not out.startswith("~"):
         return out
@@ -215,16 +213,15 @@ KINDS = {
 
 
 def print_help(cls, program: str) -> None:
-    """Every field: its default, the comment on it, its type and bounds, under the headings of the class."""
-    print(f"python {program} [--config FILE] [--key=value ...]")
-    comments, shown = read_comments(cls), ""
+    """Each field with its default, meaning, type and bounds, under the headings of the class."""
+    lines, comments, shown = [f"python {program} [--config FILE] [--key=value ...]"], read_comments(cls), ""
     for f in dataclasses.fields(cls):
         heading, meaning = comments[f.name]
-        if heading != shown:
-            print(f"\n{heading}")
-            shown = heading
-        kind = [] if "allowed" in f.metadata else [f.type.replace(" | None", " or none")]
-        print(f"  --{f.name}={f.default!r}   {meaning}   [{', '.join(kind + [limits(f)] * bool(limits(f)))}]")
+        lines += ["", heading] * (heading != shown)
+        shown = heading
+        kind = "" if "allowed" in f.metadata else f.type.replace(" | None", " or none")
+        lines.append(f"  --{f.name}={f.default!r}   {meaning}   [{', '.join(filter(None, (kind, limits(f))))}]")
+    print("\n".join(lines))
 
 
 def read_comments(cls) -> dict[str, tuple[str, str]]:
@@ -234,17 +231,17 @@ def read_comments(cls) -> dict[str, tuple[str, str]]:
         source = textwrap.dedent(inspect.getsource(base))
         body = ast.parse(source).body[0].body
         names = {n.lineno: n.target.id if isinstance(n, ast.AnnAssign) else None for n in body}
-        heading, name, notes = "", None, {}
+        heading, name, comments = "", None, {}
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
-            words = token.string.strip("# ") if token.type == tokenize.COMMENT else ""
-            if token.start[0] in names and token.start[1] == body[0].col_offset:
-                name = names[token.start[0]]
-                notes[name] = heading, []
-            elif words and token.start[1] == body[0].col_offset:
+            (line, column), words = token.start, token.string.strip("# ") if token.type == tokenize.COMMENT else ""
+            if line in names and column == body[0].col_offset:
+                name = names[line]
+                comments[name] = heading, []
+            elif words and column == body[0].col_offset:
                 heading = words
             elif words and name:
-                notes[name][1].append(words)
-        for name, (heading, words) in notes.items():
+                comments[name][1].append(words)
+        for name, (heading, meaning) in comments.items():
             inherited = found.get(name, ("", ""))
-            found[name] = heading or inherited[0], " ".join(words) or inherited[1]
+            found[name] = heading or inherited[0], " ".join(meaning) or inherited[1]
     return found

@@ -53,21 +53,13 @@ class Problem:
     where: str  # "train.jsonl:17": lines count from 1, and so do rows of a parquet file or a hub data set
 
 
-def load(
-    source: str | Path,
-    *,
-    split: str = "train",
-    problem_field: str = "problem",
-    answer_field: str = "answer",
-    uid_field: str = "uid",
-    limit: int | None = None,
-) -> list[Problem]:
+def load(source: str | Path, *, split: str = "train", limit: int | None = None, **fields: str) -> list[Problem]:
     """The first `limit` problems of `source` (all by default), in its order. `split`: of a hub data set.
 
-    A field may be a dotted path into the row (`reward_model.ground_truth`). A number as answer becomes a string. A row
-    without uid gets `STEM-ROW`, rows counted from 0, so uids are stable while the file keeps its order. A row in verl's
-    form (`prompt` a list of messages, `reward_model.ground_truth`) is recognised where `problem_field` is absent or
-    null; its uid is `DATA_SOURCE-INDEX`, unless `uid_field` says otherwise.
+    fields: problem_field, answer_field, uid_field; each may be a dotted path into the row. A number as answer becomes a
+    string. A row without uid gets `STEM-ROW`, rows counted from 0, so uids are stable while the file keeps its order. A
+    row in verl's form (`prompt` a list of messages, `reward_model.ground_truth`) is recognised where `problem_field` is
+    absent or null; its uid is `DATA_SOURCE-INDEX`, unless `uid_field` is given.
 
     Raises UserError at the first mistake. In a parquet file or a hub data set, which a user cannot edit, rows whose
     problem or answer is empty, null or NaN are left out instead, and a warning on stderr counts them.
@@ -80,8 +72,7 @@ def load(
     for number, (line, row) in enumerate(rows):
         where = f"{name}:{line}"
         try:
-            uid = f"{Path(name).stem}-{number}"
-            problems.append(to_problem(row, where, uid, problem_field, answer_field, uid_field))
+            problems.append(to_problem(row, where, f"{Path(name).stem}-{number}", **fields))
         except EmptyField:
             if name.endswith((".jsonl", ".json")):
                 raise
@@ -235,12 +226,7 @@ def hub_rows(repo: str, split: str = "train", subset: str | None = None) -> Iter
 
 
 def to_problem(
-    row: Any,
-    where: str,
-    default_uid: str,
-    problem_field: str = "problem",
-    answer_field: str = "answer",
-    uid_field: str = "uid",
+    row: Any, where: str, default_uid: str, problem_field="problem", answer_field="answer", uid_field="uid"
 ) -> Problem:
     """The problem in `row`. EmptyField for an empty or null problem or answer, UserError for any other mistake."""
     if not isinstance(row, dict):

@@ -78,6 +78,7 @@ def train_arguments(model: Path | str) -> list[str]:
 @table(
     ("unknown key", "lrr: 1", "c.yaml:1: unknown key 'lrr'", "did you mean 'lr'?"),
     ("unknown key, far from any", "seed: 1\nzzz: 1", "c.yaml:2: unknown key 'zzz'", "r3.py --help"),
+    ("a key of the command line alone", "config: other.yaml", "c.yaml:1: unknown key 'config'"),
     ("nested keys", "optimizer:\n  lr: 1", "c.yaml:1: unknown key 'optimizer'"),
     ("key twice", "lr: 1\nseed: 2\nlr: 3", "c.yaml:3", "'lr' stands twice", "first at c.yaml:1"),
     ("text for an integer", "batch_size: many", "c.yaml:1: batch_size = 'many'", "an integer"),
@@ -225,6 +226,18 @@ def test_data_source(place, short_model, mistake, phrases, capsys):
     Path("bad.jsonl").write_bytes(with_row({"uid": "x", "problem": "1+1", "answer": "\\frac{"}))
     Path("long.jsonl").write_bytes(lines([{"problem": "1+" * 900 + "1", "answer": "901"}]))
     refused(capsys, r3.main, [*train_arguments(short_model), *mistake.split()], *phrases)
+
+
+@pytest.mark.parametrize(("steps", "said"), [(3, True), (2, False)])
+def test_steps_that_the_epochs_do_not_reach_are_said_at_the_start(place, short_model, capsys, steps, said):
+    options = f"--steps={steps} --epochs=1 --group_size=2 --max_new_tokens=2 --slots=4 --check_answers=off"
+    r3.main([*train_arguments(short_model), *options.split()])
+    assert ("steps = 3: epochs = 1 of 2 steps end after 2\n" in capsys.readouterr().err) == said
+
+
+def test_a_run_needs_a_directory_that_the_user_named(place, capsys):
+    """Without any argument the defaults, a model of 1.5 billion parameters, would be fetched and trained."""
+    refused(capsys, r3.main, [], "run_dir is empty", "--run_dir=runs/NAME")
 
 
 def test_byte_order_mark_and_windows_line_ends_are_no_mistake(place, short_model, capsys):

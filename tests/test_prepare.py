@@ -114,7 +114,7 @@ MISTAKES = [  # (arguments, what the message says)
     ([], "no data set named, allowed: --list, --from FILE, deepscaler"),
     (["--bogus"], "unrecognized arguments: --bogus"),
     (["aime24", "math500", "--from", "ok.jsonl"], "--from is one set, found 2 names"),
-    (["--from", ""], "--from is empty, allowed: a file"),
+    (["--from", ""], "data: found an empty name, allowed: a file"),
     (["--from", "$NOWHERE/ok.jsonl"], "--from = '$NOWHERE/ok.jsonl': the variable NOWHERE is not set"),
     (["--from", "ok.jsonl", "--out", "~nobody-of-this-name"], "--out = '~nobody-of-this-name': there is no such home"),
     (["--from", "okay.jsonl"], "okay.jsonl: no such file (did you mean 'ok.jsonl'?)"),
