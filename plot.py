@@ -26,6 +26,7 @@ from matplotlib.figure import Figure  # no pyplot: nothing global, no display
 from matplotlib.lines import Line2D
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
+from runtime.config import expand
 from runtime.errors import UserError, exit_cleanly, nearest
 
 EXTENSIONS = (".png", ".pdf", ".svg")
@@ -230,9 +231,12 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="plot.py", description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories")
     parser.add_argument("--answers", nargs="+", default=[], metavar="FILE", help="answers of eval.py, for pass@K")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help=f"picture: {', '.join(EXTENSIONS)}")
+    parser.add_argument("--out", required=True, metavar="FILE", help=f"picture: {', '.join(EXTENSIONS)}")
     parser.add_argument("--smooth", type=int, default=0, metavar="STEPS", help="window (default: a 20th; 1: none)")
     args = parser.parse_args(argv)
+    args.runs = [expand(run, "command line: run") for run in args.runs]
+    args.answers = [expand(file, "command line: --answers") for file in args.answers]
+    args.out = Path(expand(args.out, "command line: --out"))
     if not (args.runs or args.answers):
         raise UserError("command line: no run named, allowed: run directories, --answers FILE")
     if args.smooth < 0:

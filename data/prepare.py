@@ -1,20 +1,18 @@
-"""prepare.py: public data sets -> data/NAME.jsonl, one {"uid", "problem", "answer"} a line.
+"""prepare.py: public data sets -> data/NAME.jsonl, one {"uid", "problem", "answer"} per line.
 
     python data/prepare.py --list                               the names it knows
     python data/prepare.py deepscaler aime24 math500            from the hub (needs `pip install datasets`)
     python data/prepare.py dapo --from dapo-math-17k.parquet    the same rules on a copy on this disk
     python data/prepare.py --from mine.parquet --out sets       any file that problems.load reads
 
-Rows without a problem or an answer are left out. In training sets, a problem that occurs again with the same
-answer is kept once, and one that occurs with different answers is left out. Benchmarks keep every row, since
-published figures are means over all of them. The line that the program prints counts what was left out.
+Rows without a problem or an answer are left out. In training sets, a problem that occurs again with the same answer
+is kept once, and one that occurs with different answers is left out. Benchmarks keep every row, since published
+figures are means over all of them. The program prints how many rows were left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from runtime.config import expand
 from runtime.errors import UserError, exit_cleanly, nearest
+from runtime.files import json_line, write_atomically
 from runtime.problems import EmptyField, Problem, check_uids, conflicts, hub_rows, listed, read, to_problem
 
 
@@ -53,14 +53,15 @@ LOCAL = Source(hub="", split="train")
 
 
 def prepare(name: str, source: Source, file: str | None, out: Path) -> str:
-    """Write `out/name.jsonl` from `file`, else from the hub. Returns the line to print about it."""
+    """Writes `out/name.jsonl` from `file`, else from the hub. Returns the line to print about it."""
     target = out / f"{name}.jsonl"
     if file and target.exists() and Path(file).exists() and target.samefile(file):
         raise UserError(f"{file}: the result would overwrite it, allowed: another folder by --out")
     problems, left_out = collect(name, source, file)
     if not problems:
         raise UserError(f"{name}: found no usable problem in {file or source.hub}, allowed: at least one")
-    write_jsonl(target, problems)
+    rows = ({"uid": p.uid, "problem": p.problem, "answer": p.answer} for p in problems)
+    write_atomically(target, "".join(map(json_line, rows)))
     notes = [f"{count:,} {kind} left out" for kind, count in left_out.items() if count]
     if source.size not in (None, len(problems)):
         notes.append(f"the published set has {source.size:,}: check the source")
@@ -69,7 +70,7 @@ def prepare(name: str, source: Source, file: str | None, out: Path) -> str:
 
 def collect(name: str, source: Source, file: str | None) -> tuple[list[Problem], dict[str, int]]:
     """The problems of one set, and how many rows were left out for which reason."""
-    origin, rows = read(file) if file else (source.hub, hub_rows(source.hub, source.split))
+    origin, rows = read(file) if file is not None else (source.hub, hub_rows(source.hub, source.split))
     kept: dict[tuple, Problem] = {}  # what makes a problem the same one -> its first row
     left_out = {"empty": 0, "repeated": 0, "contradictory": 0}
     for number, (line, row) in enumerate(rows):
@@ -93,22 +94,6 @@ def collect(name: str, source: Source, file: str | None) -> tuple[list[Problem],
     return problems, left_out
 
 
-def write_jsonl(target: Path, problems: Sequence[Problem]) -> None:
-    """The whole file or none of it: written aside, then renamed."""
-    aside = target.with_name(f".{target.name}.tmp")
-    try:
-        with open(aside, "w", encoding="utf-8") as file:
-            for p in problems:
-                line = {"uid": p.uid, "problem": p.problem, "answer": p.answer}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, target)
-    except OSError as error:
-        aside.unlink(missing_ok=True)
-        raise UserError(f"{target}: cannot be written: {error.strerror}") from error
-
-
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
     class Parser(argparse.ArgumentParser):
         def error(self, message: str):
@@ -119,14 +104,16 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the names and where the sets come from")
     parser.add_argument("--from", dest="file", metavar="FILE", help="read this file instead of the hub")
     here = Path(__file__).parent
-    parser.add_argument("--out", type=Path, default=here, metavar="DIR", help="folder for the result (data/)")
+    parser.add_argument("--out", default=str(here), metavar="DIR", help="folder for the result (data/)")
     args = parser.parse_args(argv)
+    args.file = args.file and expand(args.file, "command line: --from")
+    args.out = Path(expand(args.out, "command line: --out"))
     for name in args.names:
         if name not in SETS:
             raise UserError(f"no data set {name!r}{nearest(name, SETS)}; allowed: {', '.join(SETS)}")
     if args.file and len(args.names) > 1:
         raise UserError(f"command line: --from is one set, found {len(args.names)} names; give at most one")
-    if not (args.names or args.file or args.list):
+    if not (args.names or args.list) and args.file is None:
         raise UserError(f"command line: no data set named, allowed: --list, --from FILE, {', '.join(SETS)}")
     if not args.out.is_dir():
         raise UserError(f"command line: --out {args.out}: no such folder; make it first")

@@ -1,6 +1,7 @@
 """checkpoint.py: the state of a run on the disk, complete or absent, and found again by a checksum.
 
    checkpoints/step_000040/            a Hugging Face model folder: transformers and vLLM load it as it is
+       prompt.json                     prompt_suffix and system_prompt of the run, for eval.py
        training/optimizer.safetensors  moments of each parameter, by its name
        training/master.safetensors     fp32 weights, where the folder itself holds them rounded (save_dtype = bfloat16)
        training/buffer_0.safetensors   the sample buffer of rank 0 (one a rank), with its index in buffer_0.json
@@ -30,10 +31,13 @@ from runtime.files import fsync, writing
 from runtime.ranks import Ranks
 
 
-def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype: str) -> None:
+def save(
+    run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype: str, prompt=None
+) -> None:
     """Writes checkpoints/step_NNNNNN aside, renames it when it is on the disk, then prunes all but the newest `keep`.
 
     state: what else a resume needs, JSON-able, its `step` among it. dtype: of the exported weights.
+    prompt: what `export` writes.
     Raises UserError where the disk is full or must not be written; the checkpoints before stay as they are.
     """
     final = run_dir / "checkpoints" / f"step_{state['step']:06d}"
@@ -44,7 +48,7 @@ def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks:
         if ranks.main:
             clean(run_dir)
             training.mkdir(parents=True)
-            export(model, tokenizer, aside, dtype)
+            export(model, tokenizer, aside, dtype, prompt or {})
             names = {p: name for name, p in model.named_parameters()}
             if dtype != "float32":
                 save_file({name: p.detach() for p, name in names.items()}, training / "master.safetensors")
@@ -77,8 +81,8 @@ def clean(run_dir: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def export(model, tokenizer, folder: Path, dtype: str) -> None:
-    """The model folder, weights in `dtype`: config, weights, generation config, tokenizer and chat template."""
+def export(model, tokenizer, folder: Path, dtype: str, prompt: dict[str, str]) -> None:
+    """The model folder, weights in `dtype`: config, weights, generation config, tokenizer, chat template, prompt."""
     cast: dict[int, torch.Tensor] = {}  # by address, so that tied weights stay tied
     wanted = getattr(torch, dtype)
     weights = {name: cast.setdefault(v.data_ptr(), v.to("cpu", wanted)) for name, v in model.state_dict().items()}
@@ -86,6 +90,7 @@ def export(model, tokenizer, folder: Path, dtype: str) -> None:
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2), encoding="utf-8")
+    (folder / "prompt.json").write_text(json.dumps(prompt, indent=2), encoding="utf-8")
 
 
 def finished(run_dir: Path) -> list[Path]:

@@ -1,136 +1,180 @@
-"""config.py: a flat frozen dataclass from its defaults, a YAML file and the command line, the later ones stronger.
+"""config.py: a flat frozen dataclass from its defaults, a YAML file and the command line; the later source wins.
 
     config = parse(Config, ["--config", "configs/tiny.yaml", "--lr=1e-4", "--resume"])
 
-A field is `int`, `float`, `bool`, `str` or one of these `| None`, its module begins with `from __future__ import
-annotations`; `bounded` and `one_of` say what it may be. Every mistake is a UserError that names file and line, or
-the argument. Left out: nested keys, includes, interpolation.
+A field is `int`, `float`, `bool`, `str` or `list[int]`, or one of these `| None`; its module begins with
+`from __future__ import annotations`. `bounded`, `one_of` and `path` say what a value may be. `--help` prints the
+comments of the class: the one behind a field is its meaning, and goes on in comment lines that are indented deeper than
+the fields; one at the indent of the fields is a heading. Every mistake is a UserError that names file and line, or the
+argument. Left out: nested keys, includes, interpolation.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import inspect
+import io
 import math
 import operator
+import os
+import re
 import sys
-from collections.abc import Sequence
+import textwrap
+import tokenize
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
 
 from runtime.errors import UserError, nearest
 
+Entry = tuple[str, object, str]  # key, value, and the place that a message names
+BOUNDS = {
+    "low": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "high": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
 
-def bounded(default, low=None, high=None, above=None, below=None):
-    """A numeric config field with its bounds: low <= value <= high, above < value < below."""
-    return dataclasses.field(default=default, metadata={"low": low, "high": high, "above": above, "below": below})
+
+def bounded(default, also=None, **bounds):
+    """A field of numbers with low <= value <= high and above < value < below (any of the four), or value == also."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds, "also": also})
 
 
 def one_of(*allowed: str):
-    """A config field that takes one of `allowed`; the first is the default."""
+    """A field that takes one of `allowed`; the first is the default."""
     return dataclasses.field(default=allowed[0], metadata={"allowed": allowed})
+
+
+def path(default: str | None):
+    """A field that names a file or a folder; `expand` is applied to it."""
+    return dataclasses.field(default=default, metadata={"path": True})
 
 
 def parse(cls, argv: Sequence[str]):
     """The frozen dataclass `cls` from its defaults, then the file of `--config FILE`, then `--key=value` arguments.
 
-    Raises UserError for an unknown key, a value of the wrong type or out of bounds, and an unreadable file, naming the
-    file and line or the argument. A bare `--flag` is true for a boolean key. `--help` prints the fields.
+    `--key value` is the same as `--key=value`; a bare `--flag` is true; `--help` prints the fields. UserError for an
+    unknown key, a value of the wrong type or out of bounds, an unreadable file, and an empty or a second --config.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    arguments, file = [], None
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word in ("-h", "--help"):
-            print_help(cls)
-        if not word.startswith("--"):
-            raise UserError(f"command line: found {word!r}, allowed: --config FILE and --key=value")
-        key, equals, value = word[2:].partition("=")
-        key = key.replace("-", "_")
-        if not equals:
-            takes_value = key == "config" or (key in fields and fields[key].type != "bool")
-            if takes_value and (not words or words[0].startswith("--")):
-                raise UserError(f"command line: --{key} needs a value: --{key}=...")
-            value = words.pop(0) if takes_value else "true"
-        if key == "config":
-            file = value
-        else:
-            arguments.append((key, value, f"command line: --{key}"))
-    entries = (read_yaml(file) if file else []) + arguments
+    fields, program = {f.name: f for f in dataclasses.fields(cls)}, Path(inspect.getfile(cls)).name
+    if any(word in ("-h", "--help") for word in argv):
+        print_help(cls, program)
+        sys.exit(0)
+    arguments = list(read_arguments(argv, {"config": "str"} | {name: f.type for name, f in fields.items()}))
+    files = [value for key, value, _ in arguments if key == "config"]
+    entries = [entry for entry in arguments if entry[0] != "config"]
+    if len(files) > 1 or "" in files:
+        raise UserError(f"command line: --config: found {' and '.join(map(repr, files))}, allowed: one file")
+    if files:
+        entries = read_yaml(expand(files[0], "command line: --config")) + entries
     values = {}
     for key, value, where in entries:
         if key not in fields:
-            raise UserError(f"{where}: unknown key {key!r}{nearest(key, fields)}; all keys: python r3.py --help")
+            raise UserError(f"{where}: unknown key {key!r}{nearest(key, fields)}; all keys: python {program} --help")
         values[key] = checked(fields[key], value, where)
-    if file and "run_dir" in fields and not values.get("run_dir"):
-        values["run_dir"] = f"runs/{Path(file).stem}"
+    if files and "run_dir" in fields and not values.get("run_dir"):
+        values["run_dir"] = f"runs/{Path(files[0]).stem}"
     return cls(**values)
 
 
-def read_yaml(file: str) -> list[tuple[str, object, str]]:
-    """(key, value, "file:line") of each entry of a flat YAML mapping."""
-    path = Path(file)
-    if not path.is_file():
-        near = nearest(str(path), map(str, path.parent.glob("*.yaml"))) if path.parent.is_dir() else ""
+def read_arguments(argv: Sequence[str], types: dict[str, str]) -> Iterator[Entry]:
+    """The entries of a command line. types: of each known key."""
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise UserError(f"command line: found {word!r}, allowed: --config FILE and --key=value")
+        name, equals, value = word[2:].partition("=")
+        key = name.replace("-", "_")
+        kind = types.get(key, "list")  # an unknown key takes all words up to the next one
+        if not equals:
+            following = next((i for i, w in enumerate(words) if w.startswith("--")), len(words))
+            count = following if kind.startswith("list") else min(following, kind != "bool")
+            if not count and kind != "bool" and key in types:
+                raise UserError(f"command line: --{name} needs a value: --{name}=...")
+            value, words = "true" if kind == "bool" else " ".join(words[:count]), words[count:]
+        yield key, value, f"command line: --{name}"
+
+
+def read_yaml(file: str) -> list[Entry]:
+    """The entries of a flat YAML mapping."""
+    source, where, entries = Path(file), file, []
+    if not source.is_file():
+        near = nearest(file, map(str, source.parent.glob("*.yaml"))) if source.parent.is_dir() else ""
         raise UserError(f"--config {file}: no such file{near}")
-    loader = None
     try:
-        loader = yaml.SafeLoader(path.read_bytes().decode("utf-8-sig"))
+        text = source.read_bytes().decode("utf-8-sig")
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
-        if node is None:
-            return []
-        if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{file}:{node.start_mark.line + 1}: found a {node.id}, allowed: lines of `key: value`")
-        pairs = []
-        for k, v in node.value:
+        for k, v in node.value if isinstance(node, yaml.MappingNode) else []:
             where = f"{file}:{k.start_mark.line + 1}"
-            pairs.append((str(loader.construct_object(k, deep=True)), loader.construct_object(v, deep=True), where))
+            entries.append((str(loader.construct_object(k, deep=True)), loader.construct_object(v, deep=True), where))
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: not UTF-8 (byte {error.start})") from error
     except OSError as error:
         raise UserError(f"{file}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that no calendar has, for example
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:  # `!!int x`, `!!bool x`
         mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        raise UserError(f"{file}{line}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
-    finally:
-        if loader:
-            loader.dispose()
-    seen: dict[str, str] = {}
-    for key, _, where in pairs:
-        if key in seen:
-            raise UserError(f"{where}: key {key!r} stands twice, first at {seen[key]}")
-        seen[key] = where
-    return pairs
+        if mark or hasattr(error, "position"):  # of a character that YAML does not allow
+            where = f"{file}:{(mark.line if mark else text.count(chr(10), 0, error.position)) + 1}"
+        raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    if not isinstance(node, yaml.MappingNode | None):
+        raise UserError(f"{file}:{node.start_mark.line + 1}: found a {node.id}, allowed: lines of `key: value`")
+    first: dict[str, str] = {}
+    for key, _, where in entries:
+        if key in first:
+            raise UserError(f"{where}: key {key!r} stands twice, first at {first[key]}")
+        first[key] = where
+    return entries
+
+
+# --- One value ------------------------------------------------------------------------------------------------------
 
 
 def checked(field: dataclasses.Field, value, where: str):
-    """`value` (from YAML or a command line string) as the field's type and within its bounds, or UserError."""
+    """`value` (from YAML, or a string of the command line) as the field's type and within its bounds, or UserError."""
     kind, *optional = field.type.split(" | ")
-    refuse = f"{where}: {field.name} = {value!r}"
-    if optional and value in (None, "none", "None", "null", ""):
+    if optional and (value in (None, "none", "None", "null") or value == "" and kind != "str"):
         return None
-    convert, meaning = KINDS[kind]
-    out = convert(value)
+    if kind.startswith("list["):
+        items = value if isinstance(value, list) else str(value).replace(",", " ").split()
+        return [one_checked(field, kind[5:-1], item, where) for item in items or [value]]
+    return one_checked(field, kind, value, where)
+
+
+def one_checked(field: dataclasses.Field, kind: str, value, where: str):
+    (convert, meaning), may = KINDS[kind], field.metadata
+    refuse, out = f"{where}: {field.name} = {value!r}, allowed:", convert(value)
     if out is None:
-        raise UserError(f"{refuse}, allowed: {meaning}")
-    choices = field.metadata.get("allowed", (out,))
-    if out not in choices:
-        raise UserError(f"{refuse}, allowed: {', '.join(choices)}{nearest(out, choices)}")
-    bounds = [(words, field.metadata[b], holds) for b, words, holds in BOUNDS if field.metadata.get(b) is not None]
-    if not all(holds(out, bound) for _, bound, holds in bounds):
-        raise UserError(f"{refuse}, allowed: {' and '.join(f'{words} {bound}' for words, bound, _ in bounds)}")
-    return out
+        raise UserError(f"{refuse} {meaning}")
+    choices, bounds = may.get("allowed", ()), may.get("bounds", {})
+    inside = all(BOUNDS[b][1](out, bound) for b, bound in bounds.items()) or out == may.get("also")
+    if choices and out not in choices or not inside:
+        raise UserError(f"{refuse} {limits(field)}{nearest(str(out), choices)}")
+    return expand(out, f"{where}: {field.name}") if may.get("path") else out
 
 
-BOUNDS = (
-    ("low", "at least", operator.ge),
-    ("above", "above", operator.gt),
-    ("high", "at most", operator.le),
-    ("below", "below", operator.lt),
-)
+def limits(field: dataclasses.Field) -> str:
+    """What a value may be apart from its type: "at least 0 and below 1", or the choices; empty for any value."""
+    bounds = " and ".join(f"{BOUNDS[b][0]} {bound}" for b, bound in field.metadata.get("bounds", {}).items())
+    also = f"{field.metadata['also']}, or " if field.metadata.get("also") is not None else ""
+    return ", ".join(field.metadata.get("allowed", ())) or also + bounds
+
+
+def expand(name: str, where: str) -> str:
+    """`name` with `~` and `$VARIABLE` replaced as a shell does; UserError where there is no such home or variable."""
+    unset = [variable for variable in re.findall(r"\$\{?(\w+)", name) if not os.environ.get(variable)]
+    out = os.path.expanduser(os.path.expandvars(name))
+    if not unset and not out.startswith("~"):
+        return out
+    if os.path.exists(name):
+        return name
+    what = f"the variable {unset[0]} is not set" if unset else "there is no such home directory"
+    raise UserError(f"{where} = {name!r}: {what}; allowed: a path whose ~ and $VARIABLE exist")
 
 
 def text(value) -> str | None:
@@ -143,23 +187,19 @@ def boolean(value) -> bool | None:
 
 def number(value) -> float | None:
     """Finite; a string counts if it is one (YAML takes 1e-6 for text)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        return float(value) if math.isfinite(float(value)) else None
-    except (ValueError, OverflowError):
-        return None
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        if not isinstance(value, bool) and math.isfinite(float(value)):
+            return float(value)
+    return None
 
 
 def integer(value) -> int | None:
     """Exact at any size; 1e3 counts."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, TypeError):
+        if not isinstance(value, bool | float):
             return int(value)
     whole = number(value)
-    if whole is None or not whole.is_integer():
-        return None
-    return value if isinstance(value, int) else int(whole)
+    return int(whole) if whole is not None and whole.is_integer() else None
 
 
 KINDS = {
@@ -169,9 +209,39 @@ KINDS = {
     "float": (number, "a finite number"),
 }
 
+# --- Help -----------------------------------------------------------------------------------------------------------
 
-def print_help(cls) -> None:
-    print("python r3.py --config FILE [--key=value ...]\n\nkeys and defaults (their meaning: class Config in r3.py)")
+
+def print_help(cls, program: str) -> None:
+    """Each field with its default, meaning, type and bounds, under the headings of the class."""
+    lines, comments, shown = [f"python {program} [--config FILE] [--key=value ...]"], read_comments(cls), ""
     for f in dataclasses.fields(cls):
-        print(f"  --{f.name}={f.default!r}   [{f.type}]")
-    sys.exit(0)
+        heading, meaning = comments[f.name]
+        lines += ["", heading] * (heading != shown)
+        shown = heading
+        kind = "" if "allowed" in f.metadata else f.type.replace(" | None", " or none")
+        lines.append(f"  --{f.name}={f.default!r}   {meaning}   [{', '.join(filter(None, (kind, limits(f))))}]")
+    print("\n".join(lines))
+
+
+def read_comments(cls) -> dict[str, tuple[str, str]]:
+    """(heading, meaning) of each field, from the source of the class and of the classes that it extends."""
+    found: dict[str, tuple[str, str]] = {}
+    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+        source = textwrap.dedent(inspect.getsource(base))
+        body = ast.parse(source).body[0].body
+        names = {n.lineno: n.target.id if isinstance(n, ast.AnnAssign) else None for n in body}
+        heading, name, comments = "", None, {}
+        for token in tokenize.generate_tokens(io.StringIO(source).readline):
+            (line, column), words = token.start, token.string.strip("# ") if token.type == tokenize.COMMENT else ""
+            if line in names and column == body[0].col_offset:
+                name = names[line]
+                comments[name] = heading, []
+            elif words and column == body[0].col_offset:
+                heading = words
+            elif words and name:
+                comments[name][1].append(words)
+        for name, (heading, meaning) in comments.items():
+            inherited = found.get(name, ("", ""))
+            found[name] = heading or inherited[0], " ".join(meaning) or inherited[1]
+    return found

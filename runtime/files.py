@@ -1,7 +1,7 @@
-"""files.py: files that are never half-written.
+"""files.py: files that are never half-written, and JSONL.
 
-    write_atomically(path, text)               # the old text or the new one, whenever the process dies
-    append(path, rows)                         # JSONL
+    write_atomically(path, text)               # the file has the old text or the new one, whenever the process dies
+    append(path, rows)                         # rows of a JSONL file
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runtime.errors import UserError
 
 @contextlib.contextmanager
 def writing(what: Path, hint: str = "") -> Iterator[None]:
-    """A full disk, or one that must not be written, becomes a UserError that names what was to be written."""
+    """Within the block, a full or write-protected disk raises a UserError that names `what` was to be written."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -28,18 +28,20 @@ def writing(what: Path, hint: str = "") -> Iterator[None]:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The file has the old text or the new one, never a part of it."""
+    """The file has the old text or the new one, never a part of it; a failure leaves no other file behind."""
     aside = path.with_name(f".{path.name}.tmp")
-    with writing(path):
-        with open(aside, "w", encoding="utf-8") as f:
-            f.write(text)
+    with writing(path), contextlib.ExitStack() as stack:
+        stack.callback(aside.unlink, missing_ok=True)
+        aside.write_text(text, encoding="utf-8")
         fsync(aside)
         os.replace(aside, path)
         fsync(path.parent)
 
 
 def json_line(row: dict) -> str:
-    return json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    """One line of UTF-8. Half a surrogate pair, which no encoding of Unicode holds, becomes its JSON escape."""
+    line = json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+    return line.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def append(path: Path, rows: list[dict]) -> None:
@@ -48,7 +50,7 @@ def append(path: Path, rows: list[dict]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The rows of a JSONL log; a last line that a crash cut short is left out."""
+    """The rows of a JSONL log. A last line that a crash cut short is left out."""
     rows = []
     for line in path.read_bytes().split(b"\n"):  # not splitlines: a response may hold any Unicode line separator
         try:
@@ -59,7 +61,7 @@ def read_jsonl(path: Path) -> list[dict]:
 
 
 def fsync(path: Path) -> None:
-    """Returns when the file, or the directory's list of names, is on the disk."""
+    """Returns when the file, or the list of names of the directory, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -180,6 +180,8 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     run.logs = Logs(c, run.step, ranks.main)
     (run.evaluated,) = ranks.sum([run.logs.evaluated if ranks.main else 0])
     stack.callback(run.logs.close)
+    if run.steps < (c.steps or 0):
+        left_out.append(f"steps = {c.steps}: epochs = {c.epochs} of {run.steps_an_epoch} steps end after {run.steps}")
     if ranks.main:
         print(*left_out, sampler.memory(), sep="\n", file=sys.stderr)
     return run
@@ -330,7 +332,8 @@ def save(run: Run) -> None:
         run.logs.sync()  # the rows of a step are on the disk before its checkpoint is
     state = {"step": run.step, "bad_steps": run.bad_steps, "problems": fingerprint(run.problems)}
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)
-    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype)
+    prompt = {"prompt_suffix": c.prompt_suffix, "system_prompt": c.system_prompt}
+    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype, prompt=prompt)
     run.saved = run.step
 
 

@@ -78,6 +78,7 @@ def train_arguments(model: Path | str) -> list[str]:
 @table(
     ("unknown key", "lrr: 1", "c.yaml:1: unknown key 'lrr'", "did you mean 'lr'?"),
     ("unknown key, far from any", "seed: 1\nzzz: 1", "c.yaml:2: unknown key 'zzz'", "r3.py --help"),
+    ("a key of the command line alone", "config: other.yaml", "c.yaml:1: unknown key 'config'"),
     ("nested keys", "optimizer:\n  lr: 1", "c.yaml:1: unknown key 'optimizer'"),
     ("key twice", "lr: 1\nseed: 2\nlr: 3", "c.yaml:3", "'lr' stands twice", "first at c.yaml:1"),
     ("text for an integer", "batch_size: many", "c.yaml:1: batch_size = 'many'", "an integer"),
@@ -109,13 +110,23 @@ def train_arguments(model: Path | str) -> list[str]:
     ("template without attempt", "reflection_template: Again. {problem}", "no {attempt}"),
     ("more replayed than stored", "replay_k: 9", "replay_k = 9", "at most buffer_per_query = 8"),
     ("history that is never reached", "min_history: 33", "min_history = 33", "at most 4 group_size = 32"),
+    ("a tiny temperature", "temperature: 1.0e-40", "c.yaml:1: temperature = 1e-40", "at least 1e-06"),
+    ("a tiny temperature of evaluations", "eval_temperature: 1e-7", "c.yaml:1", "0, or at least 1e-06"),
+    ("a path below no variable", "seed: 1\nrun_dir: $NOWHERE/x", "c.yaml:2: run_dir = '$NOWHERE/x'", "is not set"),
     ("YAML that is none", "lr: 1\nmodel: [a", "c.yaml:2: not valid YAML"),
     ("tabs", "lr: 1\n\tseed: 2", "c.yaml:2: not valid YAML"),
-    ("no colon", "lr 1", "c.yaml:1: found a scalar", "`key: value`"),
-    ("a list", "- lr", "c.yaml:1: found a sequence"),
+    ("no colon", "lr 1", "error: c.yaml:1: found a scalar", "`key: value`"),
+    ("a list", "- lr", "error: c.yaml:1: found a sequence"),
     ("a key that is a list", "[1]: 2", "c.yaml:1: unknown key '[1]'"),
-    ("a date that no calendar has", "model: 2024-13-45", "c.yaml: not valid YAML"),
-    ("control characters", "model: \x01", "c.yaml: not valid YAML"),
+    ("a date that no calendar has", "seed: 1\nmodel: 2024-13-45", "error: c.yaml:2: not valid YAML: month"),
+    ("a tag that does not fit", "seed: 1\nreplay: !!bool maybe", "error: c.yaml:2: not valid YAML"),
+    ("a tag of a time", "seed: 1\nmodel: !!timestamp soon", "error: c.yaml:2: not valid YAML"),
+    ("an empty number", "seed: !!int ''", "error: c.yaml:1: not valid YAML"),
+    ("a tag of Python", "seed: 1\nmodel: !!python/name:os.system", "error: c.yaml:2: not valid YAML"),
+    ("key twice on one line", "{lr: 1, lr: 2}", "c.yaml:1: key 'lr' stands twice"),
+    ("two documents", "lr: 1\n---\nlr: 2", "error: c.yaml:2: not valid YAML"),
+    ("nested too deeply", "a: " + 5000 * "[", "error: c.yaml", "not valid YAML"),
+    ("control characters", "seed: 1\nmodel: \x01", "error: c.yaml:2: not valid YAML"),
     ("Latin-1", b"model: caf\xe9", "c.yaml: not UTF-8 (byte 10)"),
 )
 def test_config_file(place, short_model, mistake, phrases, capsys):
@@ -129,6 +140,13 @@ def test_config_file(place, short_model, mistake, phrases, capsys):
 @table(
     ("missing config", "--config nowhere.yaml", "--config nowhere.yaml: no such file"),
     ("config, almost", "--config goood.yaml", "no such file", "did you mean 'good.yaml'?"),
+    ("empty config", "--config=", "command line: --config: found ''", "allowed: one file"),
+    ("two configs", "--config good.yaml --config=other.yaml", "found 'good.yaml' and 'other.yaml', allowed"),
+    ("the same config twice", "--config good.yaml --config=good.yaml", "allowed: one file"),
+    ("config in no home", "--config=$NOWHERE/a.yaml", "--config = '$NOWHERE/a.yaml'", "NOWHERE is not set"),
+    ("unknown key and its value", "--batchsize 3", "command line: --batchsize: unknown key", "'batch_size'?"),
+    ("tiny temperature", "--temperature=1e-40", "temperature = '1e-40'", "at least 1e-06"),
+    ("tiny temperature of evaluations", "--eval_temperature=1e-40", "'1e-40', allowed: 0, or at least 1e-06"),
     ("config without a name", "--config", "--config needs a value"),
     ("unknown key", "--batchsize=3", "command line: --batchsize", "did you mean 'batch_size'?"),
     ("no dashes", "lr=1", "command line: found 'lr=1'", "--key=value"),
@@ -211,6 +229,18 @@ def test_data_source(place, short_model, mistake, phrases, capsys):
     Path("bad.jsonl").write_bytes(with_row({"uid": "x", "problem": "1+1", "answer": "\\frac{"}))
     Path("long.jsonl").write_bytes(lines([{"problem": "1+" * 900 + "1", "answer": "901"}]))
     refused(capsys, r3.main, [*train_arguments(short_model), *mistake.split()], *phrases)
+
+
+@pytest.mark.parametrize(("steps", "said"), [(3, True), (2, False)])
+def test_steps_that_the_epochs_do_not_reach_are_said_at_the_start(place, short_model, capsys, steps, said):
+    options = f"--steps={steps} --epochs=1 --group_size=2 --max_new_tokens=2 --slots=4 --check_answers=off"
+    r3.main([*train_arguments(short_model), *options.split()])
+    assert ("steps = 3: epochs = 1 of 2 steps end after 2\n" in capsys.readouterr().err) == said
+
+
+def test_a_run_needs_a_directory_that_the_user_named(place, capsys):
+    """Without any argument the defaults, a model of 1.5 billion parameters, would be fetched and trained."""
+    refused(capsys, r3.main, [], "run_dir is empty", "--run_dir=runs/NAME")
 
 
 def test_byte_order_mark_and_windows_line_ends_are_no_mistake(place, short_model, capsys):
@@ -327,19 +357,44 @@ def test_model(place, short_model, mistake, phrases, capsys):
 
 
 @table(
-    ("no model", "--data good.jsonl", "command line", "--model"),
-    ("unknown option", "--model m --data good.jsonl --samples 3", "unrecognized arguments: --samples"),
-    ("zero samples", "--model m --data good.jsonl --n 0", "--n", "at least 1"),
-    ("samples as text", "--model m --data good.jsonl --n x", "--n", "at least 1"),
+    ("no model", "--data good.jsonl", "command line: --model is missing"),
+    ("no data", "--model m", "command line: --data is missing"),
+    ("empty model", "--model= --data good.jsonl", "command line: --model is missing or empty"),
+    ("unknown option", "--model m --data good.jsonl --samples 3", "unknown key 'samples'", "python eval.py --help"),
+    ("misspelt option", "--model m --data good.jsonl --temprature=1", "did you mean 'temperature'?"),
+    ("zero samples", "--model m --data good.jsonl --n 0", "--n: n = '0'", "at least 1"),
+    ("samples as text", "--model m --data good.jsonl --n x", "--n: n = 'x'", "an integer"),
+    ("samples in part", "--model m --data good.jsonl --n 2.5", "--n: n = '2.5'", "an integer"),
+    ("samples without end", "--model m --data good.jsonl --n inf", "--n: n = 'inf'", "an integer"),
+    ("k as text", "--model m --data good.jsonl --n 2 --k 1 x", "--k: k = 'x'", "an integer"),
+    ("k of nothing", "--model m --data good.jsonl --k", "--k needs a value"),
+    ("k that is no number", "--model m --data good.jsonl --k nan", "--k: k = 'nan'", "an integer"),
+    ("k of zero", "--model m --data good.jsonl --k 0", "--k: k = '0'", "at least 1"),
     ("k above n", "--model m --data good.jsonl --n 2 --k 4", "--k 4", "--n 2"),
-    ("negative temperature", "--model m --data good.jsonl --temperature -1", "--temperature -1"),
-    ("temperature that is no number", "--model m --data good.jsonl --temperature nan", "--temperature nan"),
-    ("top_p above one", "--model m --data good.jsonl --top-p 2", "--top-p 2", "at most 1"),
+    ("seed as text", "--model m --data good.jsonl --seed first", "--seed: seed = 'first'", "an integer"),
+    ("seed that is no number", "--model m --data good.jsonl --seed nan", "--seed: seed = 'nan'", "an integer"),
+    ("limit of none", "--model m --data good.jsonl --limit 0", "--limit: limit = '0'", "at least 1"),
+    ("slots without end", "--model m --data good.jsonl --slots inf", "--slots: slots = 'inf'", "an integer"),
+    ("superscript", "--model m --data good.jsonl --slots ²", "--slots: slots = '²'", "an integer"),
+    ("budget as text", "--model m --data good.jsonl --max-new-tokens 8k", "max_new_tokens = '8k'", "an integer"),
+    ("negative temperature", "--model m --data good.jsonl --temperature -1", "temperature = '-1'", "0, or at least"),
+    ("temperature as text", "--model m --data good.jsonl --temperature hot", "temperature = 'hot'", "a finite number"),
+    ("temperature nan", "--model m --data good.jsonl --temperature nan", "temperature = 'nan'", "a finite number"),
+    ("temperature inf", "--model m --data good.jsonl --temperature inf", "temperature = 'inf'", "a finite number"),
+    ("tiny temperature", "--model m --data good.jsonl --temperature 1e-40", "allowed: 0, or at least 1e-06"),
+    ("small temperature", "--model m --data good.jsonl --temperature 9e-7", "allowed: 0, or at least 1e-06"),
+    ("top_p above one", "--model m --data good.jsonl --top-p 2", "top_p = '2'", "above 0 and at most 1"),
+    ("top_p of nothing", "--model m --data good.jsonl --top-p 0", "top_p = '0'", "above 0 and at most 1"),
+    ("top_p that is no number", "--model m --data good.jsonl --top-p nan", "top_p = 'nan'", "a finite number"),
     ("result in a missing folder", "--model m --data good.jsonl --out no/a.jsonl", "--out no/a.jsonl", "folder"),
+    ("result in no home", "--model m --data good.jsonl --out $NOWHERE/a", "--out: out = '$NOWHERE/a'", "is not set"),
+    ("result without a name", "--model m --data good.jsonl --out=", "--out : it cannot be written", "a file"),
     ("result in place of a folder", "--model m --data good.jsonl --out folder", "--out folder", "cannot be written"),
-    ("no data", "--model m --data nowhere.jsonl", "nowhere.jsonl: no such file"),
+    ("missing data", "--model m --data nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("no such model", "--model ./nowhere --data good.jsonl", "model './nowhere': no such folder"),
+    ("no such field", "--model m --data good.jsonl --answer-field=gold", "good.jsonl:1: no field 'gold'"),
     ("device", "--model m --data good.jsonl --device cuda:99", "device = 'cuda:99'"),
+    ("dtype", "--model m --data good.jsonl --dtype float16", "dtype = 'float16'", "auto, float32, bfloat16"),
     ("longer than the model's positions", "--model m --data good.jsonl --max-new-tokens 600", "allowed: up to 5"),
 )
 def test_eval(place, short_model, mistake, phrases, capsys):
@@ -348,8 +403,32 @@ def test_eval(place, short_model, mistake, phrases, capsys):
     refused(capsys, evaluation.main, mistake.split(), *phrases)
 
 
+@pytest.mark.parametrize("written", ["~", "$HOME", "${HOME}"])
+def test_home_is_expanded_by_every_program(place, short_model, monkeypatch, written):
+    home = place / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    (home / "m").symlink_to(short_model)
+    (home / "good.jsonl").write_bytes(lines(GOOD))
+    before = {p.name for p in place.iterdir()}
+    paths = {"model": "m", "data": "good.jsonl", "eval_data": "good.jsonl", "run_dir": "run"}
+    options = "--batch_size=4 --group_size=2 --device=cpu --max_new_tokens=4 --steps=1 --eval_n=1 --slots=4"
+    r3.main([*(f"--{key}={written}/{path}" for key, path in paths.items()), *options.split(), "--check_answers=off"])
+    assert f"run_dir: {home}/run" in (home / "run" / "config.yaml").read_text()
+    options = f"--model={written}/m --data {written}/good.jsonl --out={written}/a.jsonl --n=1 --max-new-tokens=4"
+    evaluation.main(options.split())
+    plot.main(f"{written}/run --answers {written}/a.jsonl --out={written}/a.png".split())
+    prepare = [sys.executable, ROOT / "data" / "prepare.py", f"--from={written}/good.jsonl", f"--out={written}/run"]
+    subprocess.run(prepare, check=True)
+    made = {"m", "good.jsonl", "run", "a.jsonl", "a.png"}
+    assert {p.name for p in home.iterdir()} == made and (home / "run" / "good.jsonl").is_file()
+    assert {p.name for p in place.iterdir()} == before, "a folder named ~ or $HOME"
+
+
 @table(
     ("no run", "--out a.png", "no run named"),
+    ("run in no home", "$NOWHERE/first --out a.png", "run = '$NOWHERE/first'", "NOWHERE is not set"),
+    ("picture in no home", "runs/first --out ~nobody-of-this-name/a.png", "--out = '~nobody", "no such home"),
     ("no such run", "runs/frist --out a.png", "no such run directory", "did you mean 'first'?"),
     ("not a run", "runs --out a.png", "metrics.jsonl is missing"),
     ("bad row", "runs/first --out a.png", "metrics.jsonl:2: bad JSON"),

@@ -54,14 +54,16 @@ def test_training_set_drops_repeated_contradictory_and_empty_rows(hub, tmp_path,
             "reward_model": {"ground_truth": answer},
             "extra_info": {"index": f"id-{text}-{answer}"},
         }
-        for text, answer in [("a?", "1"), ("b?", "2"), ("a?", "1"), ("c?", "3"), ("c?", "4"), ("d?", ""), ("a?", "1")]
+        for text, answer in [
+            ("a?", "1"), ("b?", "2"), ("a?", "1"), ("c?", "3"), ("c?", "4"), ("d?", ""), ("d?", None), ("a?", "1")
+        ]
     ]  # fmt: skip
     prepare.main(["dapo", "--out", str(tmp_path)])
     problems = load(tmp_path / "dapo.jsonl")
     assert [(p.uid, p.problem) for p in problems] == [("math_dapo-id-a?-1", "a?"), ("math_dapo-id-b?-2", "b?")]
     said = capsys.readouterr().out
     assert "dapo: 2 problems" in said
-    assert said.endswith("; 1 empty left out; 2 repeated left out; 2 contradictory left out\n")
+    assert said.endswith("; 2 empty left out; 2 repeated left out; 2 contradictory left out\n")
 
 
 def test_answer_in_parts_is_one_answer_not_a_choice(hub, tmp_path):
@@ -112,6 +114,9 @@ MISTAKES = [  # (arguments, what the message says)
     ([], "no data set named, allowed: --list, --from FILE, deepscaler"),
     (["--bogus"], "unrecognized arguments: --bogus"),
     (["aime24", "math500", "--from", "ok.jsonl"], "--from is one set, found 2 names"),
+    (["--from", ""], "data: found an empty name, allowed: a file"),
+    (["--from", "$NOWHERE/ok.jsonl"], "--from = '$NOWHERE/ok.jsonl': the variable NOWHERE is not set"),
+    (["--from", "ok.jsonl", "--out", "~nobody-of-this-name"], "--out = '~nobody-of-this-name': there is no such home"),
     (["--from", "okay.jsonl"], "okay.jsonl: no such file (did you mean 'ok.jsonl'?)"),
     (["--from", "ok.jsonl", "--out", "nowhere"], "--out nowhere: no such folder"),
     (["--from", "ok.jsonl", "--out", "."], "ok.jsonl: the result would overwrite it"),

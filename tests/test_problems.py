@@ -9,6 +9,7 @@ from random import Random
 
 import pytest
 
+import runtime.problems as problems_module
 from runtime.errors import UserError
 from runtime.problems import MAX_LINE_BYTES, Problem, conflicts, hub_rows, load
 
@@ -133,6 +134,83 @@ def test_rows_of_a_parquet_without_answer_are_left_out_and_counted(tmp_path, cap
     assert capsys.readouterr().err == "warning: v.parquet: left out 1 without problem or answer: v.parquet:2\n"
 
 
+NOTHING = [  # (what stands for no problem or answer, the row that has it)
+    ("null answer", {"answer": None}),
+    ("null problem", {"problem": None}),
+    ("empty problem", {"problem": ""}),
+    ("NaN answer", {"answer": float("nan")}),
+    ("null among answers", {"answers": ["4", None]}),
+    ("NaN among answers", {"numbers": [4.0, float("nan")]}),
+    ("no answers", {"answers": []}),
+    ("null nested answer", {"meta": {"gold": None}}),
+    ("null parent of the answer", {"meta": None}),
+    ("null chat", {"chat": None}),
+    ("empty chat", {"chat": []}),
+    ("null text in a chat", {"chat": [{"role": "user", "content": None}]}),
+]
+
+
+def write_with_nothing(folder: Path, nothing: dict) -> tuple[str, dict[str, str]]:
+    """A parquet file of three rows, the second with `nothing` in one field, and the field names to read it with."""
+    (key, value), = nothing.items()
+    good = {"problem": "1+1?", "answer": "2", "answers": ["2"], "numbers": [2.0], "meta": {"gold": "2"}}
+    good["chat"] = [{"role": "user", "content": "1+1?"}]
+    good |= {"answer": 2.0} if isinstance(value, float) else {}
+    names = {"problem": "problem", "chat": "problem"}
+    fields = {f"{names.get(key, 'answer')}_field": "meta.gold" if key == "meta" else key}
+    rows = [good | {"uid": "a"}, good | nothing | {"uid": "b"}, good | {"uid": "c"}]
+    return write_parquet(folder, "t.parquet", rows), fields
+
+
+@pytest.mark.parametrize("nothing", [n[1] for n in NOTHING], ids=[n[0] for n in NOTHING])
+def test_a_row_of_parquet_or_hub_that_has_nothing_to_train_on_is_left_out_and_counted(
+    tmp_path, monkeypatch, capsys, nothing
+):
+    path, fields = write_with_nothing(tmp_path, nothing)
+    assert [p.uid for p in load(path, **fields)] == ["a", "c"]
+    assert capsys.readouterr().err == "warning: t.parquet: left out 1 without problem or answer: t.parquet:2\n"
+    rows = pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    monkeypatch.setattr(problems_module, "hub_rows", lambda *_: enumerate(rows, 1))
+    assert [p.uid for p in load("owner/set", **fields)] == ["a", "c"]
+    assert capsys.readouterr().err == "warning: owner/set: left out 1 without problem or answer: owner/set:2\n"
+
+
+@pytest.mark.parametrize("column", ["prompt", "reward_model", "ground_truth"])
+def test_a_row_in_the_form_of_verl_with_a_null_is_left_out_and_counted(tmp_path, capsys, column):
+    rows = [verl_row(f"{i}+1?", str(i + 1), i) for i in range(3)]
+    if column == "ground_truth":
+        rows[1]["reward_model"]["ground_truth"] = None
+    else:
+        rows[1][column] = None
+    assert [p.uid for p in load(write_parquet(tmp_path, "v.parquet", rows))] == ["dapo_math-0", "dapo_math-2"]
+    assert "left out 1 without problem or answer: v.parquet:2" in capsys.readouterr().err
+
+
+def test_rows_of_both_forms_in_one_table_are_read(tmp_path):
+    """A table has all columns in each row, with null in those that the row did not have."""
+    verl, plain = verl_row("1+1?", "2", 0), {"uid": "b", "problem": "2+2?", "answer": "4"}
+    rows = [dict.fromkeys(plain) | verl, dict.fromkeys(verl) | plain]
+    found = load(write_parquet(tmp_path, "t.parquet", rows))
+    assert [(p.uid, p.problem, p.answer) for p in found] == [("dapo_math-0", "1+1?", "2"), ("b", "2+2?", "4")]
+
+
+def test_a_parquet_with_nothing_but_nulls_is_refused_with_their_number(tmp_path):
+    path = write_parquet(tmp_path, "t.parquet", 2 * [{"problem": "?", "answer": None}])
+    with pytest.raises(UserError, match="found no problem in it, allowed: at least one; left out 2 without"):
+        load(path)
+
+
+def test_a_null_uid_is_no_uid(tmp_path):
+    rows = [{"problem": "1+1?", "answer": "2", "id": uid} for uid in (None, float("nan"), 7)]
+    path = write(tmp_path, "t.jsonl", rows)
+    assert [p.uid for p in load(path, uid_field="id")] == ["t-0", "t-1", "7"]
+
+
+def test_a_named_uid_field_counts_in_the_form_of_verl_too(tmp_path):
+    path = write(tmp_path, "v.jsonl", [verl_row("1+1?", "2", 5)])
+    assert load(path, uid_field="extra_info.index")[0].uid == "5"
+
+
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data beside this checkout")
 def test_shared_sets_load_whole(capsys):
     counts = {"aime24": 30, "aime25": 30, "amc23": 40, "math500": 500, "minerva": 272, "olympiadbench": 674}
@@ -215,7 +293,15 @@ MISTAKES = [  # (what is wrong, file name, bytes, what the message says)
     ("no problem field", "t.jsonl", b'{"problme": "x", "answer": 1}', "no field 'problem' (did you mean 'problme'?)"),
     ("no answer field", "t.jsonl", b'{"problem": "x", "gold": 1}', "no field 'answer'; this row has 'problem', 'gold'"),
     ("no field at all", "t.jsonl", GOOD + b"{}", "t.jsonl:2: no field 'problem'; this row has none"),
-    ("null answer", "t.jsonl", row(answer=None), "t.jsonl:1: no field 'answer'"),
+    ("null answer", "t.jsonl", row(answer=None), "t.jsonl:1: answer is null, allowed: a filled string"),
+    ("null problem", "t.jsonl", GOOD + row(problem=None), "t.jsonl:2: problem is null, allowed: a text"),
+    ("verl, null answer", "t.jsonl", json.dumps(verl_row("1+1?", None, 0)), "reward_model.ground_truth is null"),
+    ("verl, null prompt", "t.jsonl", b'{"prompt": null, "reward_model": null}', "t.jsonl:1: prompt is null"),
+    ("verl, no answer", "t.jsonl", b'{"prompt": [], "reward_model": {}}', "no field 'reward_model.ground_truth'"),
+    ("null in a chat", "t.jsonl", row(problem=[{"role": "user", "content": None}]), "t.jsonl:1: problem is null"),
+    ("chat of nothing", "t.jsonl", row(problem=[None]), "t.jsonl:1: problem is null"),
+    ("NaN as problem", "t.jsonl", row(problem=float("nan")), "t.jsonl:1: problem is a number (nan)"),
+    ("json null answer", "t.json", b"[\n" + row(answer=None) + b"]", "t.json:2: answer is null"),
     ("problem a number", "t.jsonl", row(problem=3), "t.jsonl:1: problem is a number (3), allowed: a string"),
     ("problem an object", "t.jsonl", row(problem={}), "t.jsonl:1: problem is an object, allowed: a string"),
     ("problem a list", "t.jsonl", row(problem=["x"]), "t.jsonl:1: problem is an array without user turn"),
@@ -226,6 +312,7 @@ MISTAKES = [  # (what is wrong, file name, bytes, what the message says)
     ("answer no choice", "t.jsonl", row(answer=[]), "t.jsonl:1: answer is an empty list"),
     ("empty in list", "t.jsonl", row(answer=["4", ""]), "t.jsonl:1: answer is an empty string"),
     ("null in list", "t.jsonl", row(answer=["4", None]), "t.jsonl:1: answer is null"),
+    ("NaN in list", "t.jsonl", row(answer=["4", float("nan")]), "t.jsonl:1: answer is a number (nan)"),
     ("answer a boolean", "t.jsonl", row(answer=True), "t.jsonl:1: answer is a boolean (true)"),
     ("answer not finite", "t.jsonl", row(answer=float("nan")), "t.jsonl:1: answer is a number (nan)"),
     ("answer an object", "t.jsonl", row(answer={"value": 4}), "t.jsonl:1: answer is an object"),

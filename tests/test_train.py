@@ -176,7 +176,8 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups(model_folder, proble
 def test_every_config_loads_and_takes_a_step_on_a_cpu(path, model_folder, problem_file, tmp_path, parity):
     config = settings.parse(r3.Config, ["--config", str(path)])
     assert config.run_dir == f"runs/{path.stem}"
-    names = "replay reflect rank loss_agg advantage_std dynamic_sampling beta length_reward eps_high gradient_checkpointing"
+    names = "replay reflect rank loss_agg advantage_std dynamic_sampling beta length_reward eps_high"
+    names += " gradient_checkpointing"
     own = {k: v for k, v in asdict(config).items() if k in names.split()}
     r3.train(small(model_folder, problem_file, tmp_path / "run", **{**own, "steps": 1}))
     assert [row["step"] for row in rows(tmp_path / "run")] == [1]
