@@ -39,17 +39,20 @@ def save(buffer, training: Path, rank: int) -> dict[str, list[int]]:
             for number in alive[path]:
                 del new[number]
     for numbers in batches(buffer, new):
-        part, aside = buffer.part(numbers), folder / f"{rank}.tmp"
-        part["index"] = torch.frombuffer(bytearray(json.dumps(part["index"]), "utf-8"), dtype=torch.uint8)
-        save_file(part, aside)
-        name = f"{checksum(aside)}.safetensors"
-        os.rename(aside, folder / name)
-        files[name] = numbers
+        files[written(buffer.part(numbers), folder / f"{rank}.tmp").name] = numbers
     (training / f"buffer_{rank}.json").write_text(json.dumps(buffer.summary() | {"files": list(files)}))
     return files
 
 
+def written(part: dict, aside: Path) -> Path:
+    """Writes a file of responses aside and gives it its name. A function, so that its memory is free afterwards."""
+    index = torch.frombuffer(bytearray(json.dumps(part["index"]), "utf-8"), dtype=torch.uint8)
+    save_file(part | {"index": index}, aside)
+    return aside.rename(aside.with_name(f"{checksum(aside)}.safetensors"))
+
+
 def linked(path: Path, target: Path) -> bool:
+    """Gives a file of an older checkpoint a second name in this one; False where that cannot be."""
     try:
         os.link(path, target)
     except OSError:  # someone has deleted it, or the file system has no hard links
