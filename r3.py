@@ -132,6 +132,7 @@ class Config:
     replay_logp: str = one_of("behaviour", "current")  # pi_old of replayed responses: as recorded, or recomputed
     replay_prompt: str = one_of("own", "group")  # the prompt that a replayed response is trained under
     buffer_per_query: int = bounded(8, low=1)  # stored successes per query, and as many failures
+    buffer_tokens: int = bounded(4_000_000_000, low=1)  # stored on all ranks, prompts included; 8 bytes each
 
     # ISR, in-context self-reflection
     reflect: bool = True  # ISR on

@@ -4,7 +4,8 @@
        prompt.json                     prompt_suffix and system_prompt of the run, for eval.py
        training/optimizer.safetensors  moments of each parameter, by its name
        training/master.safetensors     fp32 weights, where the folder itself holds them rounded (save_dtype = bfloat16)
-       training/buffer_0.safetensors   the sample buffer of rank 0 (one a rank), with its index in buffer_0.json
+       training/buffer_0.json          the sample buffer of rank 0 (one per rank): its index, see bufferfile.py
+       training/buffer/                its responses, in files that consecutive checkpoints share
        training/state.json             the step, and a checksum of the problems
        training/manifest.json          sha256 of every other file: the folder is whole or it is not used
 
@@ -15,7 +16,6 @@ Left out: sharded weights.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -26,8 +26,9 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from runtime import bufferfile
 from runtime.errors import UserError
-from runtime.files import fsync, writing
+from runtime.files import checksum, fsync, writing
 from runtime.ranks import Ranks
 
 
@@ -56,12 +57,12 @@ def save(
             save_file(moments, training / "optimizer.safetensors")
             (training / "state.json").write_text(json.dumps(state))
         ranks.barrier()
-        stored = buffer.state_dict()
-        save_file({k: stored.pop(k) for k in ("tokens", "logprobs")}, training / f"buffer_{ranks.rank}.safetensors")
-        (training / f"buffer_{ranks.rank}.json").write_text(json.dumps(stored))
+        files = bufferfile.save(buffer, training, ranks.rank)
         ranks.barrier()
         if ranks.main:
-            sums = {str(p.relative_to(aside)): checksum(p) for p in sorted(aside.rglob("*")) if p.is_file()}
+            written = [p for p in sorted(aside.rglob("*")) if p.is_file()]
+            named = {p: p.stem for p in written if p.parent == training / "buffer"}  # after its checksum
+            sums = {str(p.relative_to(aside)): named.get(p) or checksum(p) for p in written}
             (training / "manifest.json").write_text(json.dumps(sums, indent=1))
             for path in [*aside.rglob("*"), aside]:
                 fsync(path)
@@ -73,6 +74,7 @@ def save(
                 os.rename(folder, folder.with_name(f".{folder.name}.tmp"))  # so that none is ever there in part
             clean(run_dir)
         ranks.barrier()
+        buffer.files = {final / "training" / "buffer" / name: numbers for name, numbers in files.items()}
 
 
 def clean(run_dir: Path) -> None:
@@ -167,14 +169,5 @@ def load(folder: Path, model, optimizer, buffer, ranks: Ranks) -> dict:
         name, moment = key.rsplit("/", 1)
         parameter = parameters[name]
         optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)  # not a view of the file
-    parts = [
-        {**load_file(path), **json.loads(path.with_suffix(".json").read_text())}
-        for path in sorted(training.glob("buffer_*.safetensors"))
-    ]
-    buffer.load_state_dict(*parts, keep=ranks.owns)
+    bufferfile.load(buffer, training, ranks)
     return json.loads((training / "state.json").read_text())
-
-
-def checksum(path: Path) -> str:
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()

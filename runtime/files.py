@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -58,6 +59,12 @@ def read_jsonl(path: Path) -> list[dict]:
         except ValueError:
             break
     return rows
+
+
+def checksum(path: Path) -> str:
+    """sha256 of the file, in hexadecimal."""
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def fsync(path: Path) -> None:

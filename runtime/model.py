@@ -80,7 +80,7 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
         raise UserError(f"model {name!r}: the tokenizer has {len(tokenizer)} tokens, the embedding only {rows}")
     eos = eos_ids(model, tokenizer)
     if not eos or min(eos) < 0 or max(eos) >= rows:
-        found = f"the EOS ids {sorted(eos)}" if eos else "no EOS token in config.json, generation_config.json, tokenizer"
+        found = f"the EOS ids {sorted(eos)}" if eos else "no EOS in config.json, generation_config.json, tokenizer"
         raise UserError(f"model {name!r}: found {found}, allowed: 0 to {rows - 1}")
     model = model.to(device).eval()
     if model.device.type == "cpu":

@@ -166,7 +166,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     check_room(problems, eval_problems, prompts, policy, tokenizer, c)
     sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, min(longest, lm.positions(policy)))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
-    buffer = ReplayBuffer(c.buffer_per_query, window=c.history, min_history=c.min_history)
+    buffer = ReplayBuffer(c.buffer_per_query, c.history, c.min_history, c.buffer_tokens // ranks.size)
     parts = policy, reference, tokenizer, sampler, optimizer, buffer, verifier, signals, problems, prompts
     run = Run(c, ranks, *parts, eval_problems)
     if folder:

@@ -47,6 +47,8 @@ VARIANTS = [
     {"save_dtype": "bfloat16"},
     {"dynamic_sampling": True, "replay": False, "rank": False},
     {"beta": 0, "weight_decay": 0.1, "dtype": "bfloat16"},
+    {"buffer_tokens": 300},  # about 20 responses: the bound on all of them evicts
+    {"buffer_per_query": 2},  # files of the buffer are written anew
 ]
 
 
@@ -139,7 +141,7 @@ def kill_before_operation(n: int) -> None:
     def hook(event: str, args: tuple) -> None:
         nonlocal left
         opened = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
-        left -= bool(opened) or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir")
+        left -= bool(opened) or event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link")
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -149,7 +151,7 @@ def kill_before_operation(n: int) -> None:
 def sweep(unbroken, start, tmp_path, numbers) -> int:
     """Runs that are killed before the nth operation on files, and resumed; returns how many were killed: not those that
     have fewer operations."""
-    changes = {"checkpoints_kept": 1, "steps": 4}
+    changes = {"checkpoints_kept": 1, "steps": 4, "buffer_per_query": 2}  # the buffer's files are linked and replaced
 
     def work(n: int, run_dir: Path) -> None:
         kill_before_operation(n)
@@ -230,6 +232,32 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_used(unbroken, tmp_pa
         assert checkpoint.newest(tmp_path / "run").name == "step_000005"
         said = capsys.readouterr().err
         assert "step_000006 is damaged" in said and (file.name in said or file.name == "manifest.json")
+
+
+@pytest.mark.parametrize("damage", [damage_by_flipping, damage_by_cutting])
+def test_damaged_file_of_the_buffer_is_damage_of_each_checkpoint_that_shares_it(start, tmp_path, damage, capsys):
+    changes = {"steps": 3, "buffer_per_query": 99}
+    shutil.copytree(start(tmp_path / "run", **changes), tmp_path / "whole")
+    folders = [tmp_path / "run" / "checkpoints" / f"step_00000{n}" / "training" / "buffer" for n in (1, 2, 3)]
+    names = [set(os.listdir(folder)) for folder in folders]
+    assert names[0] < names[1] < names[2]
+    (second,) = names[1] - names[0]
+    (third,) = names[2] - names[1]
+    damage(folders[2] / third)
+    assert checkpoint.newest(tmp_path / "run").name == "step_000002"
+    damage(folders[2] / second)
+    assert checkpoint.newest(tmp_path / "run").name == "step_000001"
+    said = capsys.readouterr().err
+    assert third in said and second in said
+    assert_same_run(tmp_path / "whole", start(tmp_path / "run", resume=True, **changes))
+
+
+def test_pruning_leaves_the_files_of_the_buffer_that_a_kept_checkpoint_shares(start, tmp_path):
+    start(tmp_path / "run", steps=4, checkpoints_kept=1, buffer_per_query=99)
+    (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
+    files = list((folder / "training" / "buffer").iterdir())
+    assert len(files) == 4 and checkpoint.damaged(folder) is None  # one per step
+    assert {p.stat().st_nlink for p in files} == {1}
 
 
 def test_run_resumes_from_the_checkpoint_before_a_damaged_one_which_it_replaces(unbroken, start, tmp_path):

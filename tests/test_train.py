@@ -153,7 +153,7 @@ def test_an_injected_sample_changes_the_gradient(model_folder, problem_file, tmp
     loaded = ReplayBuffer()
     loaded.load_state_dict(stored)
     injected = next(a for g in groups for a in g.responses[g.n_fresh :])
-    kept = [a for side in loaded.responses.values() for a in side]
+    kept = [response for _, response in loaded.stored.values()]
     same = [a for a in kept if list(a.response_ids) == list(injected.response_ids)]
     assert same and (same[0].logprobs == injected.logprobs).all()
 

@@ -21,8 +21,10 @@ from tqdm import tqdm
 
 import r3
 import verify
-from runtime import run
+from replay import ReplayBuffer
+from runtime import bufferfile, run
 from runtime.errors import exit_cleanly
+from runtime.ranks import Ranks
 
 # no two runs agree in these
 TIMING = ("seconds_load", "seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb")
@@ -147,9 +149,24 @@ def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
 
 
 def checkpoints(run_dir: Path) -> dict[str, dict]:
-    """name -> sha256 of every file in it."""
-    folders = sorted((run_dir / "checkpoints").glob("step_*"))
-    return {f.name: json.loads((f / "training" / "manifest.json").read_text()) for f in folders}
+    """name -> sha256 of every file in it; what the buffer holds, for its files depend on when the run was saved."""
+    found = {}
+    for folder in sorted((run_dir / "checkpoints").glob("step_*")):
+        sums = json.loads((folder / "training" / "manifest.json").read_text())
+        sums = {name: value for name, value in sums.items() if "buffer" not in name}
+        found[folder.name] = sums | {"buffer": stored(folder)}
+    return found
+
+
+def stored(checkpoint: Path) -> list:
+    """All that the buffers of a checkpoint hold, rank by rank."""
+    held = []
+    for rank in range(size := len(list((checkpoint / "training").glob("buffer_*.json")))):
+        buffer = ReplayBuffer(per_query=999)
+        bufferfile.load(buffer, checkpoint / "training", Ranks(rank, size, torch.device("cpu")))
+        part = buffer.part(buffer.stored)
+        held += [buffer.summary(), part["index"], part["tokens"].tolist(), part["logprobs"].tolist()]
+    return held
 
 
 def assert_same_run(a: Path, b: Path, last_checkpoint_only: bool = False) -> None:
