@@ -54,7 +54,7 @@ from eval import sample_and_grade
 from replay import PLAIN, REFLECTION, ReplayBuffer, Response
 from runtime import config as settings
 from runtime import model as lm
-from runtime.config import bounded, one_of
+from runtime.config import bounded, one_of, path
 from runtime.errors import UserError, exit_cleanly
 from runtime.optimizer import optimizer_step
 from runtime.problems import Problem
@@ -70,20 +70,20 @@ class Config:
     """Every number of a run. The comment gives symbol, meaning, unit and the paper's value where it gives one."""
 
     # what is trained, and where
-    model: str = "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"  # folder or hub name (the paper's small model)
-    data: str = "agentica-org/DeepScaleR-Preview-Dataset"  # JSONL, parquet or hub name (the paper's set)
+    model: str = path("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")  # folder or hub name (the paper's small model)
+    data: str = path("agentica-org/DeepScaleR-Preview-Dataset")  # JSONL, parquet or hub name (the paper's set)
     data_split: str = "train"  # split of a hub data set
     data_limit: int | None = bounded(None, low=1)  # only the first so many problems
     problem_field: str = "problem"  # field of the problem; a dotted path reaches into nested fields
     answer_field: str = "answer"  # field of the reference answer
     uid_field: str = "uid"  # field of the query's name
-    eval_data: str = ""  # JSONL, parquet or hub name; empty: no evaluation
+    eval_data: str = path("")  # JSONL, parquet or hub name; empty: no evaluation
     eval_split: str = "test"  # split of a hub data set
     prompt_suffix: str = (  # text after each problem
         " Let's think step by step and output the final answer within \\boxed{}."
     )
     system_prompt: str = ""  # system turn; empty: none
-    run_dir: str = ""  # default: runs/NAME of the config file NAME.yaml
+    run_dir: str = path("")  # default: runs/NAME of the config file NAME.yaml
     seed: int = bounded(0, low=0)  # of the order of the data and of every random draw
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = one_of("auto", "float32", "bfloat16")  # of matrix products; master weights are fp32
@@ -97,7 +97,7 @@ class Config:
     group_size: int = bounded(8, low=2)  # G, responses per prompt
     max_prompt_tokens: int = bounded(1024, low=1)  # plain prompts; longer ones are left out and counted
     max_new_tokens: int = bounded(8192, low=1)  # response budget (paper: 8K in training)
-    temperature: float = bounded(1.0, above=0)  # of sampling, and of every log-prob and entropy
+    temperature: float = bounded(1.0, low=1e-6)  # of sampling, and of every log-prob and entropy
     top_p: float = 1.0  # 1: anything else is refused in training, for the ratio would compare two distributions
     top_k: int = 0  # 0: anything else is refused in training
     slots: int = bounded(96, low=1)  # responses sampled at the same time (max_num_seqs); each holds its cache
@@ -159,7 +159,7 @@ class Config:
     grace_seconds: float = bounded(60.0, above=0)  # from SIGTERM to the end of the process
     eval_every: int = bounded(50, low=1)  # steps between evaluations
     eval_n: int = bounded(16, low=1)  # N, samples per problem (paper: 16)
-    eval_temperature: float = bounded(0.6, low=0)  # 0: greedy
+    eval_temperature: float = bounded(0.6, low=1e-6, also=0)  # 0: greedy
     eval_top_p: float = bounded(0.95, above=0, high=1)  # nucleus
     eval_at_start: bool = True  # evaluate the base model
     eval_at_end: bool = True  # evaluate after the last step
