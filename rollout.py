@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from runtime.errors import UserError
+from runtime.sharding import full
 from sampling import gumbel
 from sampling.decoder import fastest_forward
 from sampling.kvcache import (
@@ -207,7 +208,7 @@ class Sampler:
         if policy is not self.model:
             source = policy.state_dict()
             for name, own in self.model.state_dict().items():
-                own.copy_(source[name])
+                own.copy_(full(source[name], own.dtype))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         self.load_seconds = time.perf_counter() - start

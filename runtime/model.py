@@ -13,7 +13,6 @@ size.
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
 import functools
 import inspect
@@ -91,14 +90,6 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
             p.data = p.data.clone()  # out of the mapped file: aligned alike for any file, so a resume has the same bits
     check_head(model, name)
     return model, tokenizer
-
-
-def rounded_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy without gradients whose weights are in `dtype`. The rotary frequencies stay fp32, as in a loaded model."""
-    rounded = copy.deepcopy(model).requires_grad_(False)
-    for p in rounded.parameters():
-        p.data = p.data.to(dtype)
-    return rounded
 
 
 def positions(model: PreTrainedModel) -> int:
@@ -228,16 +219,20 @@ def token_logprobs(model: PreTrainedModel, rows: Sequence[Row], temperature: flo
     """log pi(token) and entropy in nats of each response token, at the sampling temperature (SPEC 8.2).
 
     rows: (prompt ids, response ids) pairs; returns two fp32 tensors [N], response after response. Differentiable.
+    Without rows N is 0, and the pass takes place all the same: ranks of a sharded model must not part.
     """
     device = model.get_input_embeddings().weight.device
-    ids, positions, index, targets, packing = pack(rows, device)
+    packed = pack(rows or [((0,), (0,))], device)
     with attention(model, "packed"):
-        options = {"use_cache": False, "packing": packing}
-        hidden = model.base_model(input_ids=ids, position_ids=positions, **options).last_hidden_state
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
-    hidden = hidden[0].index_select(0, index).to(dtype)  # (N, d)
-    head = model.get_output_embeddings().weight.to(hidden.dtype)  # (V, d)
-    return linear_token_stats(hidden, head, targets, temperature)
+        stats = getattr(model, "score", functools.partial(score, model))(*packed, temperature)
+    return stats if rows else tuple(x[:0] for x in stats)
+
+
+def score(model: PreTrainedModel, ids, positions, index, targets, packing, temperature) -> tuple[Tensor, Tensor]:
+    """The forward pass of `token_logprobs` on packed rows; a sharded model gathers its weights around it."""
+    hidden = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, packing=packing).last_hidden_state
+    hidden = hidden[0].index_select(0, index)  # (N, d)
+    return linear_token_stats(hidden, model.get_output_embeddings().weight, targets, temperature)
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import resource
@@ -39,12 +38,6 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-
-
-def autocast(device: torch.device, dtype: str):
-    """Matrix products in the run's dtype over fp32 master weights; nothing at all in fp32."""
-    chosen = pick_dtype(dtype, device)
-    return contextlib.nullcontext() if chosen == torch.float32 else torch.autocast(device.type, chosen)
 
 
 def peak_memory_gb(device: torch.device) -> float:
@@ -91,8 +84,9 @@ class Ranks:
     def main(self) -> bool:
         return self.rank == 0
 
-    def owns(self, uid: str) -> bool:
-        return zlib.crc32(uid.encode()) % self.size == self.rank
+    def share(self, uids: Iterable[str]) -> set[str]:
+        """The uids of this rank: as many on each rank, one more or less, and the same ones whatever their order."""
+        return set(sorted(uids, key=lambda uid: (zlib.crc32(uid.encode()), uid))[self.rank :: self.size])
 
     def sum(self, values: Iterable[float]) -> list[float]:
         """Element-wise sum over ranks, in float64."""
@@ -101,13 +95,12 @@ class Ranks:
             dist.all_reduce(total)
         return total.tolist()
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Adds up the gradients of all ranks in place; the loss carries the global denominator (SPEC 8.5)."""
+    def max(self, value: float) -> float:
+        """The largest value of all ranks."""
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
         if self.size > 1:
-            for p in parameters:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                dist.all_reduce(p.grad)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
 
     def mean(self, pairs: dict[str, tuple[float, float]]) -> dict[str, float | None]:
         """name -> (sum, weight) on each rank becomes name -> sum / weight over all; None where nothing was weighed."""

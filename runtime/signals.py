@@ -73,14 +73,14 @@ class Signals:
             raise Stopped(int(max(codes)))
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self, collective: bool = False) -> Iterator[None]:
         """Work that changes nothing which a checkpoint holds, without collective calls: a signal ends it anywhere.
 
         At its end all ranks stop or none.
         """
         self.check_all()
         with contextlib.suppress(Stopped):
-            self.may_stop = True
+            self.may_stop = not collective or self.ranks.size == 1
             yield
             self.may_stop = False
         self.check_all()

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from entropy import linear_logits
 from sampling.kvcache import SlotCache
 
 PACKED_FROM = 2**18  # weights of a matrix; below, oneDNN's call costs more than its product saves
@@ -31,7 +32,8 @@ class Forward:
 
     def __call__(self, tokens: Tensor, positions: Tensor, cache: SlotCache, keep: int = 0) -> Tensor:
         packed = {"input_ids": tokens[None], "position_ids": positions[None]}
-        return self.model(**packed, use_cache=False, logits_to_keep=keep, slot_cache=cache).logits[0]
+        hidden = self.model.base_model(**packed, use_cache=False, slot_cache=cache).last_hidden_state
+        return linear_logits(hidden[0, -keep:], self.model.get_output_embeddings().weight)
 
     def pack(self, rows: int) -> None:
         """Makes ready for many calls with about so many rows and with the weights as they are now."""

@@ -13,6 +13,7 @@ runtime.run runtime.optimizer
 plot
 eval
 verify rollout runtime.checkpoint runtime.signals
+runtime.sharding
 runtime.model sampling.decoder grader.equality replay
 sampling.kvcache sampling.gumbel grader.latex runtime.problems runtime.config runtime.files runtime.ranks
 entropy runtime.errors
