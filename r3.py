@@ -157,6 +157,7 @@ class Config:
     resume: bool = False  # go on from the newest checkpoint in run_dir
     override_config: bool = False  # resume although the config differs from the run's
     grace_seconds: float = bounded(60.0, above=0)  # from SIGTERM to the end of the process
+    rank_timeout: float = bounded(60.0, above=0)  # seconds without a sign of life until a rank counts as dead
     eval_every: int = bounded(50, low=1)  # steps between evaluations
     eval_n: int = bounded(16, low=1)  # N, samples per problem (paper: 16)
     eval_temperature: float = bounded(0.6, low=0)  # 0: greedy

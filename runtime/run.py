@@ -143,7 +143,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     """Checks everything that the user gave, and only then writes; what it starts, `stack` closes."""
     if not c.run_dir:
         raise UserError("run_dir is empty; allowed: --run_dir=runs/NAME, or a --config FILE, which names it")
-    ranks = Ranks.start(c.device)
+    ranks = Ranks.start(c.device, c.rank_timeout)
     stack.push(lambda crash, *_: None if crash else ranks.stop())  # after a crash the others would be waited for
     signals = Signals(c.grace_seconds, ranks)
     stack.callback(signals.close)
