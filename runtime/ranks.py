@@ -130,8 +130,9 @@ class Ranks:
             dist.barrier()
 
     def stop(self) -> None:
-        if self.size > 1 and dist.is_initialized():
+        if self.heartbeat:
             self.heartbeat.stop()
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
 """Several ranks, sharded weights and mixed precision: the same gradient as one rank in the same numerics, with gloo."""
+# ruff: noqa: F401, F811  the fixture short_model is imported
 
 import functools
 import multiprocessing
@@ -9,15 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import fresh_group, random_model, step_on, train_run
+from tiny_run import SHORT, RuleVerifier, short_model
 
 import r3
+import verify
 from runtime import model as lm
+from runtime import run as run_module
 from runtime.ranks import Ranks
 from runtime.sharding import blocks, full, recompute_activations, shard
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 ROWS = [([5, 6, 7], [8, 9, 1]), ([4], [3, 3, 7, 7, 1]), ([9, 9, 9, 9, 2], [1])]
 GROUPS = [fresh_group(uid, [True, False, False], seed=i) for i, uid in enumerate("abcdefgh")]
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    yield
+    ALONE.stop()
 
 
 def on_rank(rank: int, size: int, port: int, work, out: Path) -> None:
@@ -139,3 +149,60 @@ def test_importance_sampling_weighs_by_trainer_over_sampler_up_to_tis_cap():
         assert (weighed - plain * factor).norm() < 1e-5 * plain.norm()
     _, wider = gap_run(5.0, tis_cap=3.0)
     assert (wider - plain * 3).norm() < 1e-5 * plain.norm()
+
+
+# ------------------------------------------------------------------------------------------------------------- resume
+
+
+def state_of(ranks: Ranks, arguments: list[str], steps: int) -> dict:
+    """Resumes a run on these ranks, trains until `steps`, and returns all that it then consists of."""
+    ended = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_module, "Verifier", RuleVerifier)
+        patch.setattr(verify, "check", lambda problems: [])
+        patch.setattr(Ranks, "stop", lambda self: None)  # the process group is the test's
+        patch.setattr(Ranks, "start", classmethod(lambda cls, *_: ranks))
+        patch.setattr(run_module, "print_result", lambda run: None)
+        begun = run_module.set_up
+
+        def set_up(*args):
+            run = begun(*args)
+            ended.extend([run, {"start": parts_of(run)}])
+            return run
+
+        patch.setattr(run_module, "set_up", set_up)
+        r3.main([*arguments, f"--steps={steps}", "--resume", "--override_config"])
+    run, states = ended
+    return states | {"end": parts_of(run)}
+
+
+def parts_of(run) -> dict:
+    state, named = run.optimizer.state, dict(run.policy.named_parameters())
+    moments = {f"{n}/{k}": full(v).clone() for n, p in named.items() for k, v in state[p].items()}
+    stored = {uid: [list(map(int, r.response_ids)) for r in kept] for (uid, _), kept in run.buffer.responses.items()}
+    weights = {name: full(p).clone() for name, p in run.policy.named_parameters()}
+    return {"step": run.step, "weights": weights, "moments": moments, "buffer": stored}
+
+
+def test_resume_on_1_2_4_and_1_ranks_keeps_weights_moments_buffer_and_position(short_model, problem_file, tmp_path):
+    given = {"model": short_model, "data": problem_file, "run_dir": tmp_path / "run"}
+    arguments = [f"--{key}={value}" for key, value in (given | SHORT).items()]
+    ends, steps = None, 0
+    for size in (1, 2, 4, 1):
+        steps += 2
+        work = functools.partial(state_of, arguments=arguments, steps=steps)
+        states = [work(ALONE)] if size == 1 else on_ranks(size, work, tmp_path)
+        if ends:
+            for state in states:
+                for part in ("weights", "moments"):
+                    assert state["start"][part].keys() == ends[0][part].keys()
+                    for name, x in ends[0][part].items():
+                        assert torch.equal(state["start"][part][name], x), f"{size} ranks: {name}"
+                assert state["start"]["step"] == steps - 2
+            before, after = ({}, {})
+            for collected, parts in ((before, ends), (after, [s["start"] for s in states])):
+                for part in parts:
+                    collected.update(part["buffer"])
+            assert before and before == after
+        ends = [state["end"] for state in states]
+        assert all(end["step"] == steps for end in ends)
