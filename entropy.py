@@ -190,6 +190,12 @@ class _TokenStats(torch.autograd.Function):
         return d_logits, None, None
 
 
+def linear_logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [T, d] @ weight.T [d, V] in fp32 or above, never rounded below it: the logits of linear_token_stats."""
+    out = hidden.new_empty(len(hidden), len(weight), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    return _addmm(out, hidden, weight.t(), beta=0)
+
+
 def linear_token_stats(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, tile_mb: float | None = None
 ) -> tuple[Tensor, Tensor]:

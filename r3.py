@@ -58,7 +58,7 @@ from runtime.config import bounded, one_of, path
 from runtime.errors import UserError, exit_cleanly
 from runtime.optimizer import optimizer_step
 from runtime.problems import Problem
-from runtime.ranks import Ranks, autocast
+from runtime.ranks import Ranks
 from runtime.run import Run, interruptible, log_step, start, timed
 from sampling.gumbel import derive_seed
 
@@ -110,6 +110,7 @@ class Config:
     weight_decay: float = bounded(0.0, low=0)  # of AdamW
     grad_clip: float = bounded(1.0, above=0)  # largest gradient norm
     beta: float = bounded(0.001, low=0)  # KL weight in Eq. 2; 0: no reference model is loaded
+    tis_cap: float = bounded(2.0, above=1)  # largest weight pi_old / pi_sampler of a token (Yao et al. 2025)
     eps_low: float = bounded(0.2, low=0, below=1)  # eps in Eq. 2, below 1
     eps_high: float = bounded(0.28, low=0)  # eps in Eq. 2, above 1 (clip-higher)
     dual_clip: float = bounded(3.0, above=1)  # largest ratio of a token with A < 0 (Ye et al. 2020)
@@ -157,6 +158,7 @@ class Config:
     resume: bool = False  # go on from the newest checkpoint in run_dir
     override_config: bool = False  # resume although the config differs from the run's
     grace_seconds: float = bounded(60.0, above=0)  # from SIGTERM to the end of the process
+    rank_timeout: float = bounded(60.0, above=0)  # seconds without a sign of life until a rank counts as dead
     eval_every: int = bounded(50, low=1)  # steps between evaluations
     eval_n: int = bounded(16, low=1)  # N, samples per problem (paper: 16)
     eval_temperature: float = bounded(0.6, low=1e-6, also=0)  # 0: greedy
@@ -397,6 +399,7 @@ class Example:
     response_ids: Sequence[int]
     A: float
     weight: float  # of each token
+    sampled_logp: np.ndarray  # (L,), as the sampler recorded it
     old_logp: np.ndarray | None  # pi_old, (L,); None: the policy itself before the step, ratio 1
     replayed: bool
 
@@ -418,7 +421,8 @@ def training_examples(groups: Sequence[Group], ranks: Ranks, c: Config) -> list[
             ids, replayed = response.response_ids, i >= g.n_fresh
             weight = token_weight(c.loss_agg, len(ids), len(g.responses), totals, c.max_new_tokens)
             old_logp = response.logprobs if replayed and not c.recompute_old_logp else None
-            examples.append(Example(g.uid, response.prompt_ids, ids, A_i, weight, old_logp, replayed))
+            scored = (A_i, weight, response.logprobs, old_logp, replayed)
+            examples.append(Example(g.uid, response.prompt_ids, ids, *scored))
     return examples
 
 
@@ -495,16 +499,13 @@ def resample(run: Run, groups: list[Group], step: int) -> tuple[list[Group], lis
 
     Returns the mixed groups and all that were sampled.
     """
-    c, ranks = run.config, run.ranks
-    (wanted,) = ranks.sum([len(groups)])
-    sampled, seen = list(groups), {problem.uid for problem in batch_of(run, step, all_ranks=True)}
-    pool = rng(c, step, "dynamic").sample(run.problems, len(run.problems))
+    sampled, seen = list(groups), {g.uid for g in groups}
+    pool = rng(run.config, step, "dynamic").sample(run.problems, len(run.problems))
     pool = [problem for problem in pool if problem.uid not in seen]
-    for _ in range(c.dynamic_rounds):
-        (mixed,) = ranks.sum([sum(not g.collapsed for g in sampled)])
-        more, pool = pool[: int(wanted - mixed)], pool[int(wanted - mixed) :]
-        mine = [problem for problem in more if ranks.owns(problem.uid)]
-        sampled += rollout(run, [Prompt(problem, PLAIN, run.prompts[problem.uid]) for problem in mine], step)
+    for _ in range(run.config.dynamic_rounds):
+        missing = len(groups) - sum(not g.collapsed for g in sampled)
+        more, pool = pool[:missing], pool[missing:]
+        sampled += rollout(run, [Prompt(problem, PLAIN, run.prompts[problem.uid]) for problem in more], step)
     return [g for g in sampled if not g.collapsed], sampled
 
 
@@ -527,35 +528,41 @@ def update(run: Run, groups: list[Group], step: int) -> dict[str, tuple[float, f
 
 def add_gradient(run: Run, examples: list[Example]) -> dict[str, tuple[Tensor, float]]:
     """Adds the gradient of one micro-batch to the parameters' `.grad`. Returns name -> (sum, weight) of its metrics."""
-    c, device = run.config, run.ranks.device
-    lengths = torch.tensor([len(e.response_ids) for e in examples], device=device)
+    c, device, lengths = run.config, run.ranks.device, [len(e.response_ids) for e in examples]
 
-    def per_token(values: list[float]) -> Tensor:  # [examples] -> [N]
-        return torch.tensor(values, device=device).repeat_interleave(lengths)
+    def per_token(values, dtype=np.float32) -> Tensor:  # one value per example -> [N]
+        return torch.from_numpy(np.repeat(np.array(values, dtype), lengths)).to(device)
 
-    none = np.float32(np.nan)
-    given = [np.full(len(e.response_ids), none) if e.old_logp is None else e.old_logp for e in examples]
-    given = torch.from_numpy(np.concatenate(given)).to(device)
+    def joined(values: list[np.ndarray]) -> Tensor:  # (L,) of each example -> [N]
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *values])).to(device)
+
+    unknown = [np.full(L, np.nan, np.float32) for L in lengths]
+    given = joined([u if e.old_logp is None else e.old_logp for e, u in zip(examples, unknown, strict=True)])
     logp = logprobs(run, run.policy, examples)  # (N,)
     old_logp = torch.where(given.isnan(), logp.detach(), given)
     ref_logp = None
     if run.reference is not None:
         with torch.no_grad():
             ref_logp = logprobs(run, run.reference, examples)
-    A, weight = per_token([e.A for e in examples]), per_token([e.weight for e in examples])
-    loss, sums = grpo_loss(logp, old_logp, ref_logp, A, weight, c.eps_low, c.eps_high, c.beta, c.dual_clip)
+    A, weight, replayed = (per_token([getattr(e, x) for e in examples]) for x in ("A", "weight", "replayed"))
+    gap = torch.where(replayed > 0, 0.0, old_logp - joined([e.sampled_logp for e in examples]))
+    tis = torch.exp(gap).clamp(max=c.tis_cap)  # pi_old / pi_sampler: what their numerics differ by
+    loss, sums = grpo_loss(logp, old_logp, ref_logp, tis * A, weight, c.eps_low, c.eps_high, c.beta, c.dual_clip)
     loss.backward()
-    replayed = per_token([e.replayed for e in examples])
-    ratio, N = torch.where(replayed, sums["ratio"], 0.0).sum(), len(logp)
-    n_replayed = sum(len(e.response_ids) for e in examples if e.replayed)
-    means = {"kl": (sums["kl"], N), "clip_fraction": (sums["clip_fraction"], N), "ratio_replayed": (ratio, n_replayed)}
-    return {"loss": (loss.detach(), 1)} | means
+    N, n_replayed = len(logp), sum(L for e, L in zip(examples, lengths, strict=True) if e.replayed)
+    return {
+        "loss": (loss.detach(), 1),
+        "kl": (sums["kl"], N),
+        "clip_fraction": (sums["clip_fraction"], N),
+        "ratio_replayed": (torch.where(replayed > 0, sums["ratio"], 0.0).sum(), n_replayed),
+        "logp_gap": (gap.abs().sum(), N - n_replayed),
+        "logp_gap_max": (torch.nn.functional.pad(gap.abs(), (0, 1)).amax(), 1),
+    }
 
 
 def logprobs(run: Run, model, examples: list[Example]) -> Tensor:
     """log pi of all response tokens of `examples`, [N] fp32, at the sampling temperature."""
-    with autocast(run.ranks.device, run.config.dtype):
-        return lm.token_logprobs(model, [(e.prompt_ids, e.response_ids) for e in examples], run.config.temperature)[0]
+    return lm.token_logprobs(model, [(e.prompt_ids, e.response_ids) for e in examples], run.config.temperature)[0]
 
 
 @interruptible
@@ -583,12 +590,12 @@ def train(config: Config) -> None:
                 log_step(run, epoch, groups, sampled, learning)
 
 
-def batch_of(run: Run, step: int, all_ranks: bool = False) -> list[Problem]:
+def batch_of(run: Run, step: int) -> list[Problem]:
     """D_b of this step, this rank's part: each epoch is a new permutation without its incomplete last batch."""
     epoch, i = divmod(step - 1, run.steps_per_epoch)
     order = rng(run.config, "epoch", epoch).sample(run.problems, len(run.problems))
-    batch = order[i * run.config.batch_size :][: run.config.batch_size]
-    return [problem for problem in batch if all_ranks or run.ranks.owns(problem.uid)]
+    size = run.config.batch_size // run.ranks.size
+    return order[i * size :][:size]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from runtime.attention import attention, attention_shape
 from runtime.errors import UserError
+from runtime.sharding import full
 from sampling import gumbel
 from sampling.kvcache import SlotCache, free_bytes, misplaced, round_up, segment_ends, slot_bytes
 
@@ -203,7 +204,7 @@ class Sampler:
         if policy is not self.model:
             source = policy.state_dict()
             for name, own in self.model.state_dict().items():
-                own.copy_(source[name])
+                own.copy_(full(source[name], own.dtype))
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
         self.load_seconds = time.perf_counter() - start

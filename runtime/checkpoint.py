@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from runtime import bufferfile
 from runtime.errors import UserError
 from runtime.files import checksum, fsync, writing
 from runtime.ranks import Ranks
+from runtime.sharding import full, like
 
 
 def save(
@@ -46,14 +48,16 @@ def save(
     training = aside / "training"
     older = [folder for folder in finished(run_dir) if number(folder) < state["step"]]
     with writing(final, f"; the newest checkpoint is {older[-1]}" if older else "; it would have been the first one"):
+        weights = gathered(model.state_dict(keep_vars=True), ranks)
+        names = {p: name for name, p in model.named_parameters()}
+        moments = {f"{names[p]}/{key}": v for p, of_p in optimizer.state.items() for key, v in of_p.items()}
+        moments = gathered(moments, ranks)
         if ranks.main:
             clean(run_dir)
             training.mkdir(parents=True)
-            export(model, tokenizer, aside, dtype, prompt or {})
-            names = {p: name for name, p in model.named_parameters()}
+            export(model, tokenizer, weights, aside, dtype, prompt or {})
             if dtype != "float32":
-                save_file({name: p.detach() for p, name in names.items()}, training / "master.safetensors")
-            moments = {f"{names[p]}/{key}": v for p, of_p in optimizer.state.items() for key, v in of_p.items()}
+                save_file({name: weights[name] for name in names.values()}, training / "master.safetensors")
             save_file(moments, training / "optimizer.safetensors")
             (training / "state.json").write_text(json.dumps(state))
         ranks.barrier()
@@ -83,11 +87,23 @@ def clean(run_dir: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def export(model, tokenizer, folder: Path, dtype: str, prompt: dict[str, str]) -> None:
+def gathered(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The tensors in the main rank's host memory, one after another; nothing on the other ranks."""
+    out: dict[str, torch.Tensor] = {}
+    same: dict[int, torch.Tensor | None] = {}  # by identity: tied weights stay tied
+    for name, tensor in tensors.items():
+        if id(tensor) not in same:
+            value = full(tensor)
+            same[id(tensor)] = value.cpu() if ranks.main else None
+        out[name] = same[id(tensor)]
+    return out if ranks.main else {}
+
+
+def export(model, tokenizer, weights: dict[str, torch.Tensor], folder: Path, dtype: str, prompt: dict[str, str]) -> None:
     """The model folder, weights in `dtype`: config, weights, generation config, tokenizer, chat template, prompt."""
     cast: dict[int, torch.Tensor] = {}  # by address, so that tied weights stay tied
     wanted = getattr(torch, dtype)
-    weights = {name: cast.setdefault(v.data_ptr(), v.to("cpu", wanted)) for name, v in model.state_dict().items()}
+    weights = {name: cast.setdefault(v.data_ptr(), v.to(wanted)) for name, v in weights.items()}
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -157,17 +173,17 @@ def damaged(folder: Path) -> str | None:
     return None
 
 
-def load(folder: Path, model, optimizer, buffer, ranks: Ranks) -> dict:
+def load(folder: Path, model, optimizer, buffer, ranks: Ranks, uids: Collection[str]) -> dict:
     """Fills optimiser, buffer and, where the folder that `model` came from rounds them, weights; returns state.json."""
     training = folder / "training"
     parameters = dict(model.named_parameters())
     if (training / "master.safetensors").exists():
         with torch.no_grad():
             for name, value in load_file(training / "master.safetensors").items():
-                parameters[name].copy_(value)
+                parameters[name].copy_(like(value, parameters[name]))
     for key, value in load_file(training / "optimizer.safetensors").items():
         name, moment = key.rsplit("/", 1)
         parameter = parameters[name]
-        optimizer.state[parameter][moment] = value.to(parameter.device, copy=True)  # not a view of the file
-    bufferfile.load(buffer, training, ranks)
+        optimizer.state[parameter][moment] = like(value, parameter)
+    bufferfile.load(buffer, training, ranks, uids)
     return json.loads((training / "state.json").read_text())

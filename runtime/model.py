@@ -11,8 +11,8 @@ each sequence, and attention stays within it (attention.py). So matrix products 
 from __future__ import annotations
 
 import contextlib
-import copy
 import difflib
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,14 +91,6 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
     return model, tokenizer
 
 
-def rounded_copy(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """A copy without gradients whose weights are in `dtype`. The rotary frequencies stay fp32, as in a loaded model."""
-    rounded = copy.deepcopy(model).requires_grad_(False)
-    for p in rounded.parameters():
-        p.data = p.data.to(dtype)
-    return rounded
-
-
 def positions(model: PreTrainedModel) -> int:
     """How many tokens the model sees at once, prompt and response together; a sliding window ends them, too."""
     config, limits = model.config, ["max_position_embeddings"]
@@ -149,12 +141,6 @@ def check_head(model: PreTrainedModel, name: str) -> None:
         found = f"{type(model).__name__} changes its logits {place} the head: {', '.join(changes)}"
         allowed = "models whose logits are hidden @ head.T, such as Qwen2, Qwen3, Llama, Mistral"
         raise UserError(f"model {name!r}: {found}; allowed: {allowed}")
-
-
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """`token_logprobs` no longer keeps the activations of each layer: backward computes them again."""
-    again = {"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), attention(model))}
-    model.activation_checkpointing_enable(again)
 
 
 # ----------------------------------------------------------------------------------------- prompts and responses
@@ -208,19 +194,21 @@ def token_logprobs(model: PreTrainedModel, pairs: Sequence[Pair], temperature: f
     """log pi(token) and entropy in nats of each response token, at the sampling temperature, with dropout off.
 
     pairs: (prompt ids, response ids); returns two fp32 tensors [N], response after response. Differentiable.
+    Without pairs N is 0, and the pass takes place all the same: ranks of a sharded model must not part.
     """
     device = model.get_input_embeddings().weight.device
-    ids, positions, index, targets, packing = pack(pairs, device)
+    packed = pack(pairs or [((0,), (0,))], device)
     with attention(model):
-        if model.is_activation_checkpointing:
-            for module in model.modules():  # in eval mode transformers would not checkpoint; dropout stays off
-                module.training = isinstance(module, GradientCheckpointingLayer)
-        options = {"use_cache": False, "packed": packing}
-        hidden = model.base_model(input_ids=ids, position_ids=positions, **options).last_hidden_state
-    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else hidden.dtype
-    hidden = hidden[0].index_select(0, index).to(dtype)  # (N, d)
-    head = model.get_output_embeddings().weight.to(hidden.dtype)  # (V, d)
-    return linear_token_stats(hidden, head, targets, temperature)
+        stats = getattr(model, "score", functools.partial(score, model))(*packed, temperature)
+    return stats if pairs else tuple(x[:0] for x in stats)
+
+
+def score(model: PreTrainedModel, ids, positions, index, targets, packing, temperature) -> tuple[Tensor, Tensor]:
+    """The forward pass of `token_logprobs` on packed sequences; a sharded model gathers its weights around it."""
+    options = {"use_cache": False, "packed": packing}
+    hidden = model.base_model(input_ids=ids, position_ids=positions, **options).last_hidden_state
+    hidden = hidden[0].index_select(0, index)  # (N, d)
+    return linear_token_stats(hidden, model.get_output_embeddings().weight, targets, temperature)
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

@@ -18,8 +18,9 @@ import torch
 from runtime.errors import UserError
 from runtime.model import micro_batches
 from runtime.ranks import free_memory
+from runtime.sharding import full
 
-NAMES = ("loss", "kl", "clip_fraction", "ratio_replayed")
+NAMES = ("loss", "kl", "clip_fraction", "ratio_replayed", "logp_gap", "logp_gap_max")  # the last is no sum
 MOST_BAD_STEPS = 10  # in a row; then the run ends
 
 
@@ -30,13 +31,12 @@ def optimizer_step(run, examples: Sequence, add_gradient: Callable) -> dict[str,
     """
     c, parameters = run.config, [p for p in run.policy.parameters() if p.requires_grad]
     between_steps = not run.checkpointable  # of the same batch: the gradient must not be abandoned
-    with contextlib.nullcontext() if between_steps else run.signals.interruptible():
+    with contextlib.nullcontext() if between_steps else run.signals.interruptible(collective=True):
         sums = gradient(run, examples, add_gradient)
-    run.ranks.sum_gradients(parameters)
     skipped = dict.fromkeys((*NAMES, "grad_norm"), (0.0, 0.0)) | {"skipped": (1.0, 1.0)}
     if not run.ranks.sum([len(examples)])[0]:  # no gradient, and no weight decay either
         return skipped
-    norm = torch.nn.utils.clip_grad_norm_(parameters, c.grad_clip).item()
+    norm = full(torch.nn.utils.clip_grad_norm_(parameters, c.grad_clip)).item()
     (loss,) = run.ranks.sum([sums["loss"][0]])
     if not (math.isfinite(loss) and math.isfinite(norm)):
         run.bad_steps += 1
@@ -47,23 +47,30 @@ def optimizer_step(run, examples: Sequence, add_gradient: Callable) -> dict[str,
         return skipped
     run.bad_steps, run.checkpointable = 0, False
     run.optimizer.step()
-    return sums | {"loss": (loss, 1.0), "grad_norm": (norm, 1.0), "skipped": (0.0, 1.0)}
+    largest = run.ranks.max(sums["logp_gap_max"][0])
+    return sums | {"loss": (loss, 1.0), "grad_norm": (norm, 1.0), "skipped": (0.0, 1.0), "logp_gap_max": (largest, 1.0)}
 
 
 def gradient(run, examples: Sequence, add_gradient: Callable) -> dict[str, tuple[float, float]]:
     """The gradient over `examples`, in the parameters' `.grad`, and the sums that `add_gradient` returned.
 
-    Out of memory: from the beginning with half the token budget, for the micro-batch that failed has added a part.
+    Out of memory: from the beginning with half the token budget, for the micro-batch that failed has added a part;
+    not with several ranks, of which the others wait for this micro-batch.
     """
     lengths = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
-    for token_budget in (run.config.token_budget, run.config.token_budget // 2):
+    whole = run.config.token_budget
+    for token_budget in (whole, whole // 2) if run.ranks.size == 1 else (whole,):
         run.optimizer.zero_grad(set_to_none=True)
         values = torch.zeros(len(NAMES), dtype=torch.float64, device=run.ranks.device)
         weights = torch.zeros(len(NAMES), dtype=torch.float64)
         try:
-            for batch in micro_batches(lengths, token_budget):
+            batches = micro_batches(lengths, token_budget)
+            batches += [[]] * (int(run.ranks.max(len(batches))) - len(batches))  # ranks take part in equal numbers
+            for batch in batches:
                 sums = add_gradient([examples[i] for i in batch])
+                largest = torch.maximum(values[-1], sums["logp_gap_max"][0].double())
                 values += torch.stack([sums[name][0].double() for name in NAMES])
+                values[-1] = largest
                 weights += torch.tensor([float(sums[name][1]) for name in NAMES])
             return dict(zip(NAMES, zip(values.tolist(), weights.tolist(), strict=True), strict=True))
         except torch.OutOfMemoryError:

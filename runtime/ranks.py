@@ -11,9 +11,12 @@ import ctypes
 import os
 import resource
 import sys
+import threading
+import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -41,12 +44,6 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
-def autocast(device: torch.device, dtype: str):
-    """Matrix products in the run's dtype over fp32 master weights; nothing at all in fp32."""
-    chosen = pick_dtype(dtype, device)
-    return contextlib.nullcontext() if chosen == torch.float32 else torch.autocast(device.type, chosen)
-
-
 def peak_memory_gb(device: torch.device) -> float:
     """Largest memory so far in GB: allocated on the card, or the process's resident set on a CPU."""
     if device.type == "cuda":
@@ -70,29 +67,36 @@ def keep_freed_memory(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes of this run. A uid lives on one rank by a fixed hash, so no sample ever crosses ranks."""
+    """The processes of this run. A uid lives on one rank, so no response ever crosses ranks."""
 
     rank: int
     size: int
     device: torch.device
+    heartbeat: Heartbeat | None = None
 
     @classmethod
-    def start(cls, device: str) -> Ranks:
-        """One process, or those that torchrun started (gloo on the CPU, NCCL on CUDA)."""
+    def start(cls, device: str, timeout: float = 60.0) -> Ranks:
+        """One process, or those that torchrun started (gloo on the CPU, NCCL on CUDA).
+
+        A rank that is not heard of for `timeout` seconds ends the others, which say its number.
+        """
         chosen = pick_device(device)
         if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
             return cls(0, 1, chosen)
         if chosen.type == "cuda":
             torch.cuda.set_device(chosen)
-        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
-        return cls(dist.get_rank(), dist.get_world_size(), chosen)
+        # a rank may wait for hours while another one samples: who is dead is known by its heartbeat, not by this limit
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=timedelta(days=1))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return cls(rank, size, chosen, Heartbeat(rank, size, timeout))
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
-    def owns(self, uid: str) -> bool:
-        return zlib.crc32(uid.encode()) % self.size == self.rank
+    def share(self, uids: Iterable[str]) -> set[str]:
+        """The uids of this rank: as many on each rank, one more or less, and the same ones whatever their order."""
+        return set(sorted(uids, key=lambda uid: (zlib.crc32(uid.encode()), uid))[self.rank :: self.size])
 
     def sum(self, values: Iterable[float]) -> list[float]:
         """Element-wise sum over ranks, in float64."""
@@ -101,13 +105,12 @@ class Ranks:
             dist.all_reduce(total)
         return total.tolist()
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Adds up the gradients of all ranks in place; the loss carries the global denominator (SPEC 8.5)."""
+    def max(self, value: float) -> float:
+        """The largest value of all ranks."""
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
         if self.size > 1:
-            for p in parameters:
-                if p.grad is None:
-                    p.grad = torch.zeros_like(p)
-                dist.all_reduce(p.grad)
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
 
     def mean(self, pairs: dict[str, tuple[float, float]]) -> dict[str, float | None]:
         """name -> (sum, weight) on each rank becomes name -> sum / weight over all; None where nothing was weighed."""
@@ -127,5 +130,53 @@ class Ranks:
             dist.barrier()
 
     def stop(self) -> None:
-        if self.size > 1 and dist.is_initialized():
+        if self.heartbeat:
+            self.heartbeat.stop()
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class Heartbeat:
+    """A thread that tells the other ranks that this one is alive, and ends this process when one of them is not.
+
+    Signs of life are counters in the store that torchrun (or rank 0) keeps; they need no collective call.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float):
+        self.rank, self.size, self.timeout, self.stopped = rank, size, timeout, threading.Event()
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self.store = dist.PrefixStore("heartbeat", dist.TCPStore(*address, is_master=False, wait_for_workers=False))
+        self.interval = min(5.0, timeout / 4)
+        self.sign(0)
+        self.thread = threading.Thread(target=self.watch, name="heartbeat", daemon=True)
+        self.thread.start()
+
+    def sign(self, count: int) -> None:
+        self.store.set(str(self.rank), str(count) if count >= 0 else "done")
+
+    def watch(self) -> None:
+        seen, count = {}, 0  # rank -> (its counter, when it was first read)
+        while not self.stopped.wait(self.interval):
+            count += 1
+            for rank in range(self.size):
+                try:
+                    self.sign(count)
+                    value = self.store.get(str(rank)) if self.store.check([str(rank)]) else None
+                except (RuntimeError, dist.DistError):
+                    rank, value = 0, seen.get(0, (None,))[0]  # the store has gone with the process that kept it
+                before, since = seen.setdefault(rank, (value, time.monotonic()))
+                if value != before:
+                    seen[rank] = value, time.monotonic()
+                elif value != b"done" and time.monotonic() - since > self.timeout:
+                    silent = f"rank {rank} of {self.size} is gone: no sign of life for {self.timeout:g} s"
+                    os.write(2, f"\n{silent}; rank {self.rank} ends\n".encode())
+                    os._exit(1)
+
+    def wait(self) -> None:
+        """After a failed collective call: until `watch` has found the rank that is gone, or not."""
+        self.stopped.wait(2 * self.timeout)
+
+    def stop(self) -> None:
+        with contextlib.suppress(RuntimeError, dist.DistError):
+            self.sign(-1)
+        self.stopped.set()

@@ -37,6 +37,7 @@ from runtime.errors import UserError
 from runtime.files import append, fsync, json_line, read_jsonl, write_atomically
 from runtime.problems import Problem, load
 from runtime.ranks import Ranks
+from runtime.sharding import local, recompute_activations, shard
 from runtime.signals import Signals
 from verify import Verifier
 
@@ -55,10 +56,12 @@ class Run:
     buffer: ReplayBuffer
     verifier: Verifier
     signals: Signals
-    problems: list[Problem]
+    problems: list[Problem]  # of this rank
     prompts: dict[str, list[int]]  # plain prompt ids of each uid
     eval_problems: list[Problem]
     logs: Logs | None = None
+    n_problems: int = 0  # of all ranks
+    problems_checksum: int = 0
     step: int = 0  # finished ones
     bar: tqdm | None = None
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # of the parts of this step
@@ -69,7 +72,7 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
-        return len(self.problems) // self.config.batch_size
+        return self.n_problems // self.ranks.size // (self.config.batch_size // self.ranks.size)
 
     @property
     def steps(self) -> int:
@@ -140,7 +143,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     """Checks everything that the user gave, and only then writes; what it starts, `stack` closes."""
     if not c.run_dir:
         raise UserError("run_dir is empty; allowed: --run_dir=runs/NAME, or a --config FILE, which names it")
-    ranks = Ranks.start(c.device)
+    ranks = Ranks.start(c.device, c.rank_timeout)
     stack.push(lambda crash, *_: None if crash else ranks.stop())  # after a crash the others would be waited for
     signals = Signals(c.grace_seconds, ranks)
     stack.callback(signals.close)
@@ -150,17 +153,10 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     fields = {"problem_field": c.problem_field, "answer_field": c.answer_field, "uid_field": c.uid_field}
     problems = load(c.data, split=c.data_split, limit=c.data_limit, **fields)
     eval_problems = load(c.eval_data, split=c.eval_split, limit=c.eval_limit) if c.eval_data else []
-    policy, tokenizer = lm.load(str(folder or c.model), ranks.device, torch.float32, c.trust_remote_code)
-    reference = None
-    if c.beta > 0:
-        reference = lm.load(c.model, ranks.device, dtype, c.trust_remote_code)[0].requires_grad_(False)
-    if c.gradient_checkpointing:
-        lm.checkpoint_activations(policy)
+    policy, reference, sampled_from, tokenizer = load_models(c, str(folder or c.model), ranks, dtype)
     verifier = stack.enter_context(Verifier())
     prompts = {p.uid: plain_prompt(p, tokenizer, c) for p in problems}
-    problems, left_out = usable(problems, prompts, c)
-    shared = dtype == torch.float32  # then the sampler runs the policy's own module
-    sampled_from = policy if shared else lm.rounded_copy(policy, dtype)
+    problems, left_out = usable(problems, prompts, c, ranks)
     reflection = c.reflection_tokens + len(tokenizer.encode(c.reflection_template)) + 64 if c.reflect else 0
     longest = c.max_prompt_tokens + reflection + c.max_new_tokens
     check_room(problems, eval_problems, prompts, policy, tokenizer, c)
@@ -168,10 +164,12 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
     buffer = ReplayBuffer(c.buffer_per_query, c.history, c.min_history, c.buffer_tokens // ranks.size)
     parts = policy, reference, tokenizer, sampler, optimizer, buffer, verifier, signals, problems, prompts
-    run = Run(c, ranks, *parts, eval_problems)
+    run = Run(c, ranks, *parts, eval_problems, n_problems=len(problems), problems_checksum=fingerprint(problems))
+    mine = ranks.share(p.uid for p in problems)
+    run.problems = [p for p in problems if p.uid in mine]
     if folder:
-        state = checkpoint.load(folder, policy, optimizer, buffer, ranks)
-        if state["problems"] != fingerprint(problems) and not c.override_config:
+        state = checkpoint.load(folder, policy, optimizer, buffer, ranks, mine)
+        if state["problems"] != run.problems_checksum and not c.override_config:
             raise UserError(f"{c.data}: not the problems that this run began with; allowed with --override-config")
         run.step, run.bad_steps, run.saved = state["step"], state["bad_steps"], state["step"]
     ranks.barrier()  # all have read what the first one now writes to
@@ -187,11 +185,32 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     return run
 
 
+def load_models(c, start: str, ranks: Ranks, dtype: torch.dtype):
+    """The policy, the reference (None where beta is 0), the model that the sampler runs, and the tokenizer.
+
+    The policy has fp32 master weights and computes in `dtype`. In fp32 on one rank the sampler runs the policy itself.
+    """
+    alone = ranks.size == 1 and dtype == torch.float32
+    place = (ranks.device, torch.float32) if alone else ("cpu", "auto")  # sharded from the host, block by block
+    policy, tokenizer = lm.load(start, *place, c.trust_remote_code)
+    sampled_from = policy
+    if not alone:
+        sampled_from = lm.load(start, ranks.device, dtype, c.trust_remote_code)[0].requires_grad_(False)
+    if c.gradient_checkpointing:
+        recompute_activations(policy)
+    shard(policy, ranks, dtype)
+    reference = None
+    if c.beta > 0:
+        reference = lm.load(c.model, "cpu" if ranks.size > 1 else ranks.device, dtype, c.trust_remote_code)[0]
+        shard(reference.requires_grad_(False), ranks, dtype, stored=dtype)
+    return policy, reference, sampled_from, tokenizer
+
+
 def plain_prompt(problem: Problem, tokenizer, c) -> list[int]:
     return lm.chat_prompt(tokenizer, problem.problem + c.prompt_suffix, c.system_prompt)
 
 
-def usable(problems: list[Problem], prompts: dict[str, list[int]], c) -> tuple[list[Problem], list[str]]:
+def usable(problems: list[Problem], prompts: dict[str, list[int]], c, ranks: Ranks) -> tuple[list[Problem], list[str]]:
     """The problems whose reference answer grades itself as right and whose prompt fits; a line about those left out."""
     faults = {} if c.check_answers == "off" else {f.uid: f for f in verify.check(problems) if f.bad}
     fit = [p for p in problems if p.uid not in faults and len(prompts[p.uid]) <= c.max_prompt_tokens]
@@ -201,6 +220,8 @@ def usable(problems: list[Problem], prompts: dict[str, list[int]], c) -> tuple[l
         left_out += f", the first is {fault.where}: {fault.reason}"
         if c.check_answers == "refuse":
             raise UserError(f"{fault.where}: {fault.reason} ({len(faults)} in all); check_answers = drop skips them")
+    if c.batch_size % ranks.size:
+        raise UserError(f"batch_size = {c.batch_size}, allowed: a multiple of the {ranks.size} ranks")
     if len(fit) < c.batch_size:
         few = f"{len(fit)} usable problems, allowed: at least batch_size = {c.batch_size}"
         raise UserError(f"{c.data}: {few}; {left_out}")
@@ -326,11 +347,12 @@ def save(run: Run) -> None:
     c = run.config
     if not run.checkpointable or run.step == run.saved:
         return
-    if not all(p.isfinite().all() for p in run.policy.parameters()):
+    bad = sum(not local(p).isfinite().all().item() for p in run.policy.parameters())
+    if run.ranks.sum([bad])[0]:
         raise UserError(f"lr = {c.lr}: weights are not finite after step {run.step}, not saved; try a smaller one")
     if run.ranks.main:
         run.logs.sync()  # the rows of a step are on the disk before its checkpoint is
-    state = {"step": run.step, "bad_steps": run.bad_steps, "problems": fingerprint(run.problems)}
+    state = {"step": run.step, "bad_steps": run.bad_steps, "problems": run.problems_checksum}
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)
     prompt = {"prompt_suffix": c.prompt_suffix, "system_prompt": c.system_prompt}
     checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype, prompt=prompt)

@@ -19,6 +19,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+import torch.distributed as dist
+
 from runtime.errors import UserError
 from runtime.ranks import Ranks
 
@@ -73,14 +75,14 @@ class Signals:
             raise Stopped(int(max(codes)))
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
+    def interruptible(self, collective: bool = False) -> Iterator[None]:
         """Work that changes nothing which a checkpoint holds, without collective calls: a signal ends it anywhere.
 
         At its end all ranks stop or none.
         """
         self.check_all()
         with contextlib.suppress(Stopped):
-            self.may_stop = True
+            self.may_stop = not collective or self.ranks.size == 1
             yield
             self.may_stop = False
         self.check_all()
@@ -97,12 +99,14 @@ class Signals:
         except Stopped as stop:
             self.code = stop.code  # of the rank that received it
             save()
-        except Exception:
+        except Exception as crash:
             if self.ranks.size == 1:
                 try:
                     save()
                 except UserError as error:
                     print(f"\n{error}", file=sys.stderr)
+            elif isinstance(crash, dist.DistError) or "gloo" in str(crash):
+                self.ranks.heartbeat.wait()  # ends this process with the number of the rank that is gone
             raise
         if self.code:
             sys.exit(self.code)

@@ -107,7 +107,7 @@ def train_run(policy, **changes):
 
     config = r3.Config(**{"beta": 0.0, "dtype": "float32", "device": "cpu", "lr": 1e-3, **changes})
     optimizer = torch.optim.AdamW(policy.parameters(), lr=config.lr, weight_decay=0.0)
-    signals = types.SimpleNamespace(interruptible=contextlib.nullcontext)
+    signals = types.SimpleNamespace(interruptible=lambda collective=False: contextlib.nullcontext())
     required = (f for f in dataclasses.fields(run.Run) if f.default is f.default_factory is dataclasses.MISSING)
     empty = {f.name: None for f in required}
     parts = {"ranks": machine.Ranks(0, 1, torch.device("cpu")), "optimizer": optimizer, "signals": signals}

@@ -13,7 +13,8 @@ runtime.run runtime.optimizer
 plot
 eval
 verify rollout runtime.checkpoint runtime.signals
-runtime.model grader.equality replay runtime.bufferfile
+runtime.sharding
+runtime.model sampling.decoder grader.equality replay runtime.bufferfile
 sampling.kvcache sampling.gumbel grader.latex runtime.problems runtime.config runtime.files runtime.ranks
 entropy runtime.attention
 runtime.errors

@@ -225,12 +225,13 @@ def gradient_with(extra: list, policy_seed: int = 0, **changes) -> tuple[torch.T
     """The gradient over a mixed group, with one of its responses repeated as replayed, off by `extra` nats a token."""
     group = fresh_group("a", [True, False, True, False], seed=6)
     run = train_run(random_model(seed=policy_seed), grad_clip=1e9, lr=1e-12, **changes)
-    responses, rewards = list(group.responses), list(group.rewards)
+    examples = r3.training_examples([group], run.ranks, run.config)
+    now = [r3.logprobs(run, run.policy, [example]).detach().numpy() for example in examples]
+    responses = [replace(r, logprobs=logp) for r, logp in zip(group.responses, now, strict=True)]
+    rewards = list(group.rewards)
     for verdict, nats in extra:
-        response = next(r for r in group.responses if r.correct is verdict)
-        (example,) = r3.training_examples([group], run.ranks, run.config)[group.responses.index(response) :][:1]
-        now = r3.logprobs(run, run.policy, [example]).detach().numpy()
-        responses.append(replace(response, logprobs=now - np.float32(nats)))
+        response = next(r for r in responses if r.correct is verdict)
+        responses.append(replace(response, logprobs=response.logprobs - np.float32(nats)))
         rewards.append(response.reward)
     metrics = step_on(run, [replace(group, responses=tuple(responses), rewards=tuple(rewards))])
     gradient = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in run.policy.parameters()]

@@ -330,7 +330,9 @@ def test_exported_folder_loads_with_equal_logits(short_model, tmp_path, dtype):
     ids = torch.arange(20, 60)[None]
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == getattr(torch, dtype)
-    assert torch.equal(loaded(ids).logits, lm.rounded_copy(policy, loaded.dtype)(ids).logits)
+    for p in policy.parameters():  # not the rotary frequencies, which stay fp32 in a model that is loaded in bf16
+        p.data = p.data.to(loaded.dtype)
+    assert torch.equal(loaded(ids).logits, policy(ids).logits)
     assert loaded.generation_config.eos_token_id == policy.generation_config.eos_token_id
     same = AutoTokenizer.from_pretrained(folder)
     assert same.chat_template == tokenizer.chat_template and same.get_vocab() == tokenizer.get_vocab()

@@ -242,6 +242,18 @@ def test_signal_to_one_rank_stops_all_of_them_and_the_resumed_run_is_exact(start
     assert [row["step"] for row in rows(parts) if "loss" in row] == list(range(1, 8))
 
 
+@needs_fork
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_rank_that_dies_ends_the_others_with_its_number(start, tmp_path, dead):
+    run_dir = tmp_path / "run"
+    children = ranks_of_a_run(start, run_dir, save_every=2, epochs=999, steps=999, rank_timeout=2)
+    wait_for(run_dir / "checkpoints" / "step_000002")
+    os.kill(children[dead], signal.SIGKILL)
+    assert reap(children[dead]) == -signal.SIGKILL and reap(children[1 - dead], seconds=15) == 1
+    said = (tmp_path / f"stderr{1 - dead}").read_text()
+    assert f"rank {dead} of 2 is gone" in said and f"rank {1 - dead} ends" in said
+
+
 # -------------------------------------------------------------------------------------------------- by the command line
 
 

@@ -2,9 +2,6 @@
 
 import copy
 import json
-import multiprocessing
-import os
-import socket
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
@@ -12,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import fresh_group, random_model, step_on, train_run
+from conftest import train_run
 
 import r3
 from replay import ReplayBuffer
 from runtime import config as settings
-from runtime import ranks as machine
 from runtime import run as run_module
 from runtime.optimizer import gradient
 
@@ -199,40 +195,3 @@ def test_bf16_products_over_fp32_masters(model_folder, problem_file, tmp_path, p
     assert {p.dtype for p in run.sampler.model.parameters()} == {torch.bfloat16}
     steps = rows(tmp_path / "run")
     assert [row["step"] for row in steps] == [1, 2, 3] and any(row["grad_norm"] for row in steps)
-
-
-# ---- two ranks -------------------------------------------------------------------------------------------------------
-
-
-def gradient_of(groups, ranks) -> torch.Tensor:
-    run = train_run(random_model(), grad_clip=1e9)
-    run.ranks = ranks
-    run.optimizer.step = lambda: None
-    step_on(run, [g for g in groups if ranks.owns(g.uid)])
-    return torch.cat([p.grad.flatten() for p in run.policy.parameters()])
-
-
-def one_of_two(rank: int, port: int, groups, out: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    ranks = machine.Ranks.start("cpu")
-    torch.save(gradient_of(groups, ranks), out / f"{rank}.pt")
-    ranks.stop()
-
-
-def test_the_gradient_is_the_same_for_one_rank_and_two(tmp_path):
-    groups = [fresh_group(uid, [True, False, False], seed=i) for i, uid in enumerate("abcde")]
-    owners = {machine.Ranks(0, 2, torch.device("cpu")).owns(g.uid) for g in groups}
-    assert owners == {True, False}  # both ranks have something to do
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    forks = multiprocessing.get_context("fork")
-    children = [forks.Process(target=one_of_two, args=(rank, port, groups, tmp_path)) for rank in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-        assert child.exitcode == 0
-    alone = gradient_of(groups, machine.Ranks(0, 1, torch.device("cpu")))
-    for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"{rank}.pt"), alone, rtol=1e-4, atol=1e-7)
