@@ -27,10 +27,11 @@ Left out: beams, prefixes shared between prompts, a cache larger than the memory
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,6 +42,7 @@ from runtime.attention import attention, attention_shape
 from runtime.errors import UserError
 from runtime.sharding import full
 from sampling import gumbel
+from sampling.decoder import fastest_forward
 from sampling.kvcache import SlotCache, free_bytes, misplaced, round_up, segment_ends, slot_bytes
 
 SORT_EVERY = 16  # steps between two sorts of the slots by length
@@ -237,10 +239,7 @@ class Sampler:
         waiting = deque(r for r in waiting if (r.prompt.index, r.sample) not in known)
         results = [[known.get((i, j)) for j in range(n)] for i in range(len(prompts))]
         slots = Slots(self.slots, max_new_tokens, self.is_eos)
-        if self.cache is None:
-            self.cache = SlotCache(self.shape, self.slots, self.max_len, self.model.dtype, self.device)
-            self.state = torch.zeros(4, self.slots, dtype=torch.long, device=self.device)
-        with attention(self.model):
+        with attention(self.model), self._ready():
             for step in itertools.count():
                 self._admit(waiting, slots)
                 self._move(slots, *slots.gaps())
@@ -267,10 +266,17 @@ class Sampler:
             requests += [Request(prompt, j, gumbel.derive_seed(own_seed, j), budget) for j in range(n)]
         return requests
 
-    def _logits(self, tokens: Tensor, positions: Tensor, keep: int = 0) -> Tensor:
-        """The model's logits (T, V) for packed tokens and positions (T,), or those of the last `keep`."""
-        packed = {"input_ids": tokens[None], "position_ids": positions[None], "packed": self.cache}
-        return self.model(**packed, use_cache=False, logits_to_keep=keep).logits[0]
+    @contextlib.contextmanager
+    def _ready(self) -> Iterator[None]:
+        if self.cache is None:
+            self.cache = SlotCache(self.shape, self.slots, self.max_len, self.model.dtype, self.device)
+            self.state = torch.zeros(4, self.slots, dtype=torch.long, device=self.device)
+            self.forward = fastest_forward(self.model, self.max_len, self.cache)
+        try:
+            self.forward.pack(self.slots)
+            yield
+        finally:
+            self.forward.unpack()
 
     def _admit(self, waiting: deque[Request], slots: Slots) -> None:
         for slot in np.flatnonzero(~slots.in_use)[: len(waiting)]:
@@ -295,7 +301,7 @@ class Sampler:
         tokens = torch.tensor([x for prompt in prompts for x in prompt.ids[:-1]], dtype=torch.long, device=self.device)
         positions = self.cache.begin_prefill(lengths)
         if len(tokens):
-            self._logits(tokens, positions, keep=1)
+            self.forward(tokens, positions, self.cache, 1)
         for prompt, kv in zip(prompts, self.cache.prefilled.split(lengths, dim=3), strict=True):
             prompt.kv = kv
 
@@ -322,7 +328,7 @@ class Sampler:
         """One token for each of slots 0..B-1, from the state on the device and back into it -> (3, B) fp64."""
         token, length, seed, position = self.state[:, :B]
         self.cache.begin_step(length, segments)
-        drawn = gumbel.sample(self._logits(token, length), temperature, seed, position, top_p)
+        drawn = gumbel.sample(self.forward(token, length, self.cache, 0), temperature, seed, position, top_p)
         token.copy_(drawn[0])
         length.add_(1).clamp_(max=self.max_len - 1)  # a slot past its end stays inside the cache
         position.add_(1)

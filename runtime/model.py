@@ -10,7 +10,6 @@ each sequence, and attention stays within it (attention.py). So matrix products 
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import sys
@@ -22,7 +21,6 @@ import torch.nn.functional as F
 from jinja2 import TemplateError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from entropy import linear_token_stats

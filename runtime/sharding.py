@@ -56,6 +56,10 @@ def shard(model, ranks: Ranks, dtype: torch.dtype, stored: torch.dtype = torch.f
 
 def recompute_activations(model) -> None:
     """Activation checkpointing: of each block only the input is kept, and backward computes the rest again."""
+
+    def again():  # the contexts of the two computations: backward needs the attention of forward
+        return nullcontext(), attention(model)
+
     for block in blocks(model):
         forward = block.forward
 
@@ -63,8 +67,7 @@ def recompute_activations(model) -> None:
         def wrapped(*args, forward=forward, **kwargs):
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            again = functools.partial(attention, model)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again()), **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=again, **kwargs)
 
         block.forward = wrapped
 

@@ -76,19 +76,6 @@ def test_the_gradient_of_a_pack_is_the_sum_of_its_rows():
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_checkpointed_activations_are_computed_again_and_give_the_same_gradient():
-    kept, again, calls = random_model(64), random_model(64), []
-    lm.checkpoint_activations(again)
-    for layer in again.model.layers:
-        layer.mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
-    for model in (kept, again):
-        lm.token_logprobs(model, PAIRS, 1.0)[0].sum().backward()
-    assert len(calls) == 4  # each of two layers in the forward and in the backward pass
-    assert not any(module.training for module in again.modules())
-    for p, q in zip(kept.parameters(), again.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
-
-
 def test_dropout_is_off_while_scoring_a_model_in_training():
     model = random_model(64)
     expected = lm.token_logprobs(model, PAIRS, 1.0)[0]

@@ -112,7 +112,6 @@ def test_checkpointed_blocks_run_twice_and_give_the_same_gradient(dtype):
         if recompute:
             recompute_activations(policy)
         shard(policy, ALONE, dtype)
-        policy.config._attn_implementation = "packed"
         calls.clear()
         lm.token_logprobs(policy, ROWS, 1.0)[0].sum().backward()
         assert len(calls) == (4 if recompute else 2)

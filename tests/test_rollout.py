@@ -19,7 +19,7 @@ import rollout
 from entropy import token_stats
 from rollout import CachedPrompt, Request, Sampler, Slots, reference_generate
 from runtime.errors import UserError
-from sampling import gumbel, kvcache
+from sampling import decoder, gumbel, kvcache
 from sampling.gumbel import derive_seed
 
 SMALL = {
@@ -85,6 +85,23 @@ def test_cached_equals_naive(family, temperature):
     assert_same(got, reference_generate(model, PROMPTS, EOS, **options))
     ends = {sample.response_ids[-1] for sample in flat(got)}
     assert temperature == 0.0 or ends & EOS, "no response ended: the case tests too little"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_packed_weights_equal_naive_before_and_after_a_change_of_the_weights(family, monkeypatch):
+    """Every matrix is packed here, those with a bias too; between two calls nothing is."""
+    monkeypatch.setattr(decoder, "PACKED_FROM", 1)
+    config, changes = FAMILIES[family]
+    model = build(config, **changes)
+    sampler, packed = Sampler(model, EOS, slots=5, max_len=40), set()
+    for seed in (3, 4):
+        options = {"n": 3, "max_new_tokens": 24, "seed": seed}
+        got = sampler.generate(PROMPTS, **options, on_finished=lambda *_: packed.add(len(sampler.forward.layers)))
+        assert_same(got, reference_generate(model, PROMPTS, EOS, **options))
+        assert packed == {SMALL["num_hidden_layers"]} and not sampler.forward.layers
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
 def test_logprobs_and_entropies_equal_a_fresh_forward(model):
