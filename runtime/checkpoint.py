@@ -99,7 +99,7 @@ def gathered(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.
     return out if ranks.main else {}
 
 
-def export(model, tokenizer, weights: dict[str, torch.Tensor], folder: Path, dtype: str, prompt: dict[str, str]) -> None:
+def export(model, tokenizer, weights: dict[str, torch.Tensor], folder: Path, dtype: str, prompt: dict) -> None:
     """The model folder, weights in `dtype`: config, weights, generation config, tokenizer, chat template, prompt."""
     cast: dict[int, torch.Tensor] = {}  # by address, so that tied weights stay tied
     wanted = getattr(torch, dtype)

@@ -178,7 +178,8 @@ def state_of(ranks: Ranks, arguments: list[str], steps: int) -> dict:
 def parts_of(run) -> dict:
     state, named = run.optimizer.state, dict(run.policy.named_parameters())
     moments = {f"{n}/{k}": full(v).clone() for n, p in named.items() for k, v in state[p].items()}
-    stored = {uid: [list(map(int, r.response_ids)) for r in kept] for (uid, _), kept in run.buffer.responses.items()}
+    stored = {number: (uid, r.response_ids.tolist()) for number, (uid, r) in run.buffer.stored.items()}
+    stored = {uid: [ids for of, ids in stored.values() if of == uid] for uid, _ in stored.values()}
     weights = {name: full(p).clone() for name, p in run.policy.named_parameters()}
     return {"step": run.step, "weights": weights, "moments": moments, "buffer": stored}
 
