@@ -1,13 +1,13 @@
-"""checkpoint.py: the state of a run on the disk, complete or absent, and found again by a checksum.
+"""checkpoint.py: the state of a run on the disk: a checkpoint is complete or absent, and checksums prove it.
 
    checkpoints/step_000040/            a Hugging Face model folder: transformers and vLLM load it as it is
        training/optimizer.safetensors  moments of each parameter, by its name
        training/master.safetensors     fp32 weights, where the folder itself holds them rounded (save_dtype = bfloat16)
-       training/buffer_0.safetensors   the sample buffer of rank 0 (one a rank), with its index in buffer_0.json
+       training/buffer_0.safetensors   the sample buffer of rank 0 (one per rank), with its index in buffer_0.json
        training/state.json             the step, and a checksum of the problems
-       training/manifest.json          sha256 of every other file: the folder is whole or it is not used
+       training/manifest.json          sha256 of every other file; a folder that differs from it is not used
 
-A checkpoint is written aside, synced and renamed; older ones are pruned after that. Nothing in it needs pickle.
+A checkpoint is written under another name, synced and renamed. Then older ones are pruned. Nothing in it needs pickle.
 Left out: sharded weights.
 """
 
@@ -31,10 +31,10 @@ from runtime.ranks import Ranks
 
 
 def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype: str) -> None:
-    """Writes checkpoints/step_NNNNNN aside, renames it when it is on the disk, then prunes all but the newest `keep`.
+    """Writes checkpoints/step_NNNNNN under another name, syncs and renames it, then prunes all but the newest `keep`.
 
     state: what else a resume needs, JSON-able, its `step` among it. dtype: of the exported weights.
-    Raises UserError where the disk is full or must not be written; the checkpoints before stay as they are.
+    Raises UserError where the disk is full or must not be written; earlier checkpoints stay as they are.
     """
     final = run_dir / "checkpoints" / f"step_{state['step']:06d}"
     aside = final.with_name(f".{final.name}.tmp")
@@ -66,20 +66,20 @@ def save(run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks:
             os.rename(aside, final)
             fsync(final.parent)
             for folder in older[: len(older) + 1 - keep]:
-                os.rename(folder, folder.with_name(f".{folder.name}.tmp"))  # so that none is ever there in part
+                os.rename(folder, folder.with_name(f".{folder.name}.tmp"))  # so none of this name is ever incomplete
             clean(run_dir)
         ranks.barrier()
 
 
 def clean(run_dir: Path) -> None:
-    """Removes checkpoints that are being written or pruned, and what a save that was killed or failed has left."""
+    """Removes pruned checkpoints and unfinished ones, also those of a save that was killed or failed."""
     for leftover in (run_dir / "checkpoints").glob(".step_*.tmp"):
         shutil.rmtree(leftover)
 
 
 def export(model, tokenizer, folder: Path, dtype: str) -> None:
     """The model folder, weights in `dtype`: config, weights, generation config, tokenizer and chat template."""
-    cast: dict[int, torch.Tensor] = {}  # by address, so that tied weights stay tied
+    cast: dict[int, torch.Tensor] = {}  # by address: tied weights stay tied
     wanted = getattr(torch, dtype)
     weights = {name: cast.setdefault(v.data_ptr(), v.to("cpu", wanted)) for name, v in model.state_dict().items()}
     model.save_pretrained(folder, state_dict=weights)
@@ -98,7 +98,7 @@ def number(folder: Path) -> int:
 
 
 def to_resume(config) -> Path | None:
-    """The folder that `--resume` goes on from; None for a new run. Writes nothing.
+    """The checkpoint that `--resume` continues from; None for a new run. Writes nothing.
 
     Raises UserError where the run directory holds a run and `resume` is not set, and where the run had another config.
     """
@@ -125,7 +125,7 @@ def to_resume(config) -> Path | None:
 def newest(run_dir: Path) -> Path | None:
     """The newest checkpoint whose files all have their checksums; None where the run ended before its first one.
 
-    A damaged one is named on stderr and passed over. Raises UserError where all of them are.
+    A damaged one is named on stderr and skipped. Raises UserError where all of them are damaged.
     """
     folders = finished(run_dir)
     for folder in reversed(folders):
@@ -151,7 +151,7 @@ def damaged(folder: Path) -> str | None:
 
 
 def load(folder: Path, model, optimizer, buffer, ranks: Ranks) -> dict:
-    """Fills optimiser, buffer and, where the folder that `model` came from rounds them, weights; returns state.json."""
+    """Fills optimiser, buffer and, where the model folder holds them rounded, the weights; returns state.json."""
     training = folder / "training"
     parameters = dict(model.named_parameters())
     if (training / "master.safetensors").exists():
