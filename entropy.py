@@ -5,11 +5,11 @@ With z the logits over the temperature, m = max z, w = z - m <= 0:
     log p_y = w_y - log s                p = e^w / s
     H = -sum p log p = log s - a / s     two terms >= 0: nothing cancels, whatever the size of the logits
 
-The gradients need m, s and H alone:  d log p_y / dz_j = [j = y] - p_j,  d H / dz_j = -p_j (log p_j + H).
+The gradients need only m, s and H:  d log p_y / dz_j = [j = y] - p_j,  d H / dz_j = -p_j (log p_j + H).
 Tiles k of the vocabulary join by the chain rule of entropy:  P_k = s_k e^(m_k - m) / s,  H = sum P_k (H_k - log P_k).
-So there are two functions of a tile, `stats` and `grad`, each in torch and in Triton, and the rest is loops.
-Exponentials are taken in base 2, which is the fast one on GPUs and in torch's CPU code alike. gumbel.py draws tokens
-in the same pass over a row.
+So there are two functions of a tile, `stats` and `grad`, each in torch and in Triton; the rest is loops over tiles.
+Exponentials have base 2, the fast one on GPUs and in torch's CPU code. sampling/gumbel.py draws a token in the same
+pass over a row.
 
 Letters: T tokens, V vocabulary, d width of the hidden state, y target, g_ upstream gradient.
 """
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 try:
     import triton
     import triton.language as tl
-except ModuleNotFoundError as error:  # an installed Triton that cannot be imported is a fault to be seen
+except ModuleNotFoundError as error:  # an installed Triton that cannot be imported is an error
     if error.name != "triton":
         raise
     triton = None
@@ -86,7 +86,7 @@ if triton is not None:
 
     @triton.jit
     def fold(z, top, s, a, scale):
-        """A block of logits into the three numbers that a row carries along: the first line of the derivation."""
+        """Adds a block of logits to the three running numbers of a row (the recurrence at the top of this file)."""
         grown = tl.maximum(top, tl.max(z, 0))
         w, D = (z - grown) * scale, (grown - top) * scale
         e = tl.exp2(w)
@@ -153,7 +153,7 @@ def _tile_functions(x):
 
 
 def row_spans(logits):
-    """All rows at once on a GPU; on a CPU as many as the cache holds, for the passes that the reference makes."""
+    """All rows at once on a GPU; on a CPU as many as its cache holds, since the reference makes several passes."""
     return _spans(len(logits), len(logits) if logits.is_cuda else 2**18 // logits.shape[1])
 
 
@@ -164,8 +164,8 @@ def _spans(n, step):
 
 def token_stats(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """logits [T, V], targets [T] int64 -> (log-probability of the target [T], entropy [T]) of
-    softmax(logits / temperature), fp32, in nats; float64 logits give float64. Differentiable in the logits, of which
-    any but all in a row may be -inf. A target outside of [0, V) has log-probability -inf."""
+    softmax(logits / temperature), fp32, in nats; float64 logits give float64. Differentiable in the logits. Some
+    logits of a row may be -inf, not all. A target outside of [0, V) has log-probability -inf."""
     return _TokenStats.apply(logits, targets.contiguous(), temperature)
 
 
@@ -201,8 +201,8 @@ def linear_token_stats(
 ) -> tuple[Tensor, Tensor]:
     """`token_stats(hidden @ weight.T, targets, temperature)` for hidden [T, d] and weight [V, d] of one dtype.
 
-    Of the logits only a tile of `tile_mb` (by default at most 512 on a GPU, 8 on a CPU) exists at a time; backward
-    computes it again. Differentiable in hidden and weight; products are accumulated in fp32 and rounded once."""
+    Only one tile of the logits, of `tile_mb` (by default at most 512 on a GPU, 8 on a CPU), exists at a time; backward
+    computes it again. Differentiable in hidden and weight. Products are accumulated in fp32 and rounded once."""
     return _LinearTokenStats.apply(hidden, weight, targets, temperature, tile_mb)
 
 
@@ -249,14 +249,14 @@ class _LinearTokenStats(torch.autograd.Function):
 
 
 def _tiles(hidden, weight, tile_mb):
-    """Rows and columns of the tiles, tall enough to keep the matrix products busy; and the memory of one of them."""
+    """Rows and columns of the tiles, and the memory of one tile. Tall tiles make the matrix products fast."""
     tall, wide = (8192, 16384) if hidden.is_cuda else (2048, 1024)
     tall = max(1, min(tall, len(hidden)))
     wide = int(tile_mb * 2**18 / tall) if tile_mb else wide
     wide = max(1, min(wide // 64 * 64 or wide, len(weight)))
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    if not hidden.is_cuda:  # glibc returns a block to the system unless it is smaller than one freed before, such as
-        hidden.new_empty(2 * tall * wide, dtype=dtype)  # this: a quarter of the time was page faults
+    if not hidden.is_cuda:  # glibc keeps a freed block only if a larger one was freed before it, such as this one;
+        hidden.new_empty(2 * tall * wide, dtype=dtype)  # else page faults take a quarter of the time
     tile = hidden.new_empty(tall * wide, dtype=dtype)
     return _spans(len(hidden), tall), _spans(len(weight), wide), tile
 
@@ -266,8 +266,8 @@ def _logits(tile, h, W, rough=False):
 
 
 def _addmm(out, a, b, beta=1, rough=False):
-    """out <- beta out + a b, never rounded below the dtype of out: cuBLAS takes half precision in and gives fp32.
-    On a CPU oneDNN is a tenth faster than the BLAS; its error is three times as large, good enough for gradients."""
+    """out <- beta out + a b, in the precision of out: cuBLAS takes half precision and returns fp32.
+    `rough`: on a CPU oneDNN is a tenth faster than the BLAS, with three times the error, which gradients can bear."""
     if a.is_cuda and a.dtype != out.dtype:
         return torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, out=out)
     a, b = a.to(out.dtype), b.to(out.dtype)

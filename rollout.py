@@ -177,8 +177,8 @@ class Sampler:
         self.fixed_shapes = cuda if fixed_shapes is None else fixed_shapes
         self.eos_every = eos_every or (8 if cuda else 1)
         self.advance = self._step_by_graph if (cuda if graphs is None else graphs) else self._step
-        self.is_eos = eos_table(eos_ids, len(model.get_output_embeddings().weight))
         self.shape = attention_shape(model, max_len)
+        self.is_eos = eos_table(eos_ids, len(model.get_output_embeddings().weight))
         self.slots = self._fit(slots)
         self.cache, self.graphs, self.load_seconds = None, {}, 0.0
         self.tokens = self.slot_steps = 0  # tokens returned, and slots computed for them, in all calls so far

@@ -1,4 +1,4 @@
-"""checkpoint.py: the state of a run on the disk, complete or absent, and found again by a checksum.
+"""checkpoint.py: the state of a run on the disk: a checkpoint is complete or absent, and checksums prove it.
 
    checkpoints/step_000040/            a Hugging Face model folder: transformers and vLLM load it as it is
        prompt.json                     prompt_suffix and system_prompt of the run, for eval.py
@@ -7,9 +7,9 @@
        training/buffer_0.json          the sample buffer of rank 0 (one per rank): its index, see bufferfile.py
        training/buffer/                its responses, in files that consecutive checkpoints share
        training/state.json             the step, and a checksum of the problems
-       training/manifest.json          sha256 of every other file: the folder is whole or it is not used
+       training/manifest.json          sha256 of every other file; a folder that differs from it is not used
 
-A checkpoint is written aside, synced and renamed; older ones are pruned after that. Nothing in it needs pickle.
+A checkpoint is written under another name, synced and renamed. Then older ones are pruned. Nothing in it needs pickle.
 Left out: sharded weights.
 """
 
@@ -75,14 +75,14 @@ def save(
             os.rename(aside, final)
             fsync(final.parent)
             for folder in older[: len(older) + 1 - keep]:
-                os.rename(folder, folder.with_name(f".{folder.name}.tmp"))  # so that none is ever there in part
+                os.rename(folder, folder.with_name(f".{folder.name}.tmp"))  # so none of this name is ever incomplete
             clean(run_dir)
         ranks.barrier()
         buffer.files = {final / "training" / "buffer" / name: numbers for name, numbers in files.items()}
 
 
 def clean(run_dir: Path) -> None:
-    """Removes checkpoints that are being written or pruned, and what a save that was killed or failed has left."""
+    """Removes pruned checkpoints and unfinished ones, also those of a save that was killed or failed."""
     for leftover in (run_dir / "checkpoints").glob(".step_*.tmp"):
         shutil.rmtree(leftover)
 
@@ -121,7 +121,7 @@ def number(folder: Path) -> int:
 
 
 def to_resume(config) -> Path | None:
-    """The folder that `--resume` goes on from; None for a new run. Writes nothing.
+    """The checkpoint that `--resume` continues from; None for a new run. Writes nothing.
 
     Raises UserError where the run directory holds a run and `resume` is not set, and where the run had another config.
     """
@@ -148,7 +148,7 @@ def to_resume(config) -> Path | None:
 def newest(run_dir: Path) -> Path | None:
     """The newest checkpoint whose files all have their checksums; None where the run ended before its first one.
 
-    A damaged one is named on stderr and passed over. Raises UserError where all of them are.
+    A damaged one is named on stderr and skipped. Raises UserError where all of them are damaged.
     """
     folders = finished(run_dir)
     for folder in reversed(folders):

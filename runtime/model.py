@@ -76,10 +76,10 @@ def load(name: str, device: str | torch.device, dtype: torch.dtype, trust_remote
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(f"model {name!r}: the tokenizer has {len(tokenizer)} tokens, the embedding only {rows}")
-    eos = eos_ids(model, tokenizer)
-    if not eos or min(eos) < 0 or max(eos) >= rows:
-        found = f"the EOS ids {sorted(eos)}" if eos else "no EOS in config.json, generation_config.json, tokenizer"
-        raise UserError(f"model {name!r}: found {found}, allowed: 0 to {rows - 1}")
+    if not (eos := sorted(eos_ids(model, tokenizer))):
+        raise UserError(f"model {name!r}: found no EOS token in generation_config.json, config.json or the tokenizer")
+    if eos[0] < 0 or eos[-1] >= rows:
+        raise UserError(f"model {name!r}: found the EOS ids {eos}, allowed: 0 to {rows - 1}")
     model = model.to(device).eval()
     if model.device.type == "cpu":
         for p in model.parameters():

@@ -45,7 +45,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Largest memory so far in GB: allocated on the card, or the process's resident set on a CPU."""
+    """Largest memory so far in GB: allocated on the card; on a CPU the resident set of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1024 if sys.platform == "linux" else 1) / 1e9
@@ -58,7 +58,7 @@ def free_memory(device: torch.device) -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU: glibc keeps freed memory instead of giving it back and fetching it anew, page by page, at each step."""
+    """On a CPU: glibc keeps freed memory. Else it would return it and fetch it again, page by page, in each step."""
     if device.type == "cpu" and sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
         mallopt(M_TRIM_THRESHOLD, 2**30)
@@ -113,7 +113,7 @@ class Ranks:
         return largest.item()
 
     def mean(self, pairs: dict[str, tuple[float, float]]) -> dict[str, float | None]:
-        """name -> (sum, weight) on each rank becomes name -> sum / weight over all; None where nothing was weighed."""
+        """name -> (sum, weight) on each rank becomes name -> sum / weight over all; None where the weight is 0."""
         sums = self.sum(x for pair in pairs.values() for x in pair)
         return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else None for i, name in enumerate(pairs)}
 

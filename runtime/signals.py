@@ -1,12 +1,12 @@
-"""signals.py: how a run is stopped: SIGTERM, Ctrl-C and crashes, none of which loses a finished step.
+"""signals.py: SIGTERM, Ctrl-C and crashes stop a run without the loss of a finished step.
 
     signals = Signals(grace_seconds, ranks)
-    with signals.saving(save):            # what `save` saves is the last finished step
-        with signals.interruptible():             # work that may be abandoned at any moment
+    with signals.saving(save):                # `save` saves the last finished step
+        with signals.interruptible():         # work that may be abandoned at any moment
             ...
 
-Exit codes are 143 and 130, as a shell expects. Left out: saving in the middle of a step; a step changes nothing before
-its optimiser's step, so that it can be done again.
+Exit codes are 143 and 130, as a shell expects. Left out: saving in the middle of a step. A step changes nothing before
+its optimiser step, so it can be repeated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runtime.ranks import Ranks
 
 
 class Stopped(BaseException):
-    """Raised where a step may be abandoned, by SIGTERM or Ctrl-C; carries the exit code 143 or 130."""
+    """SIGTERM or Ctrl-C where a step may be abandoned, with the exit code 143 or 130."""
 
     def __init__(self, code: int):
         super().__init__(code)
@@ -34,11 +34,10 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """SIGTERM and Ctrl-C: the run abandons its `interruptible` block, or finishes its step; then it saves and exits.
+    """At SIGTERM or Ctrl-C the run abandons its `interruptible` block or finishes its step; then it saves and exits.
 
-    A second signal, or `grace_seconds` after the first, ends the process at once: a thread of its own sees to that, for
-    the main one may be deep in a kernel or a collective call. Before `saving` is entered there is nothing to save, and
-    the first signal ends the run where it is.
+    A second signal, or the end of `grace_seconds`, ends the process at once. A thread does that, because the main one
+    may be in a kernel or a collective call. Before `saving` is entered the first signal ends the run where it is.
     """
 
     def __init__(self, grace_seconds: float, ranks: Ranks):
@@ -69,7 +68,7 @@ class Signals:
         os.close(self.arrivals)
 
     def check_all(self) -> None:
-        """Stops all ranks here, or none: between collective calls they must not part."""
+        """Stops all ranks here or none, so that none of them waits in a collective call for another."""
         codes = self.ranks.sum(self.code if r == self.ranks.rank else 0 for r in range(self.ranks.size))
         if any(codes):
             raise Stopped(int(max(codes)))
@@ -89,9 +88,9 @@ class Signals:
 
     @contextlib.contextmanager
     def saving(self, save: Callable[[], None]) -> Iterator[None]:
-        """Saves when the run is told to stop within the block, or crashes there; then exits with the signal's code.
+        """Saves when a signal or a crash ends the block; after a signal it exits with the signal's code.
 
-        With several ranks a crash saves nothing: the others wait in a collective call for the one that is gone.
+        With several ranks a crash saves nothing, because the other ranks wait in a collective call.
         """
         self.begun = True
         try:

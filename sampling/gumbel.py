@@ -1,8 +1,8 @@
 """gumbel.py: logits -> a token of each row, its log-probability and the entropy of the row: sampling in one pass.
 
-Gumbel-max: the token is argmax_j (z_j + g_j), g_j = -log E_j with E_j = -log(1 - u_j) exponential clocks, of which the
-first of E_j / p_j wins. The u_j are a hash of (seed, position, j): no state, the same on CPU and on CUDA, and a row's
-draw does not depend on the rows beside it. The statistics are those of entropy.py, carried along in the same pass.
+Gumbel-max: the token is argmax_j (z_j + g_j) with g_j = -log E_j and E_j = -log(1 - u_j), exponentially distributed,
+which is argmin_j E_j / p_j. The u_j are a hash of (seed, position, j). So there is no state, CPU and CUDA agree, and
+the draw of a row does not depend on other rows. The statistics are those of entropy.py, computed in the same pass.
 
 Letters: B rows, V vocabulary.
 """
@@ -34,7 +34,7 @@ def _row_keys(seed, position):
 
 
 def _bits(index, key, odd):
-    """31 random bits, the lowest one set, of the vocabulary `index` in the row with these keys; all int32."""
+    """31 random bits, the lowest one set, for the vocabulary `index` in the row with these keys; all int32."""
     x = index * 0x297A2D39
     x = (x ^ (x >> 15 & 0x1FFFF)) * 0x2C1B3C6D
     x = (x ^ key) * odd
@@ -110,7 +110,7 @@ def sample(
     log-probability [B] fp32, entropy [B] fp32, both in nats). The noise is a hash of (seed, position, vocabulary
     index): the same whatever else is in the batch, on CPU and on CUDA. Temperature 0 takes the largest logit and
     reports the distribution at 1. With top_p < 1 all three are of the distribution that is left after the cut.
-    Not differentiable; nothing waits for the device, so CUDA graphs can hold it."""
+    Not differentiable. Nothing waits for the device, so it can be part of a CUDA graph."""
     logits, seeds, positions = logits.detach(), seeds.contiguous(), positions.contiguous()
     if top_p < 1.0:
         logits = _nucleus(logits, temperature, top_p)
@@ -120,14 +120,14 @@ def sample(
 
 
 def _nucleus(logits, temperature, top_p):
-    """-inf for all but the likeliest tokens, as few as hold top_p of the probability together."""
+    """-inf for all but the most likely tokens: the fewest that have top_p of the probability together."""
     ordered, order = (logits.float() / (temperature or 1.0)).sort(dim=-1, descending=True)
     mass = ordered.softmax(-1)
-    cut = mass.cumsum(-1) - mass >= top_p  # what stands before the token has reached top_p already
+    cut = mass.cumsum(-1) - mass >= top_p  # the more likely tokens have top_p without this one
     return logits.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
 
 
-def derive_seed(*key: int) -> int:
-    """A 63-bit seed from a key of integers, the same on every machine: a random stream for each request."""
+def derive_seed(*key: int | str) -> int:
+    """A 63-bit seed from a key of integers or strings, the same on every machine: a random stream for each request."""
     digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

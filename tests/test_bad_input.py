@@ -338,7 +338,7 @@ def other_shape(tensors) -> None:
     ("no tokenizer", remove("tokenizer.json", "tokenizer_config.json"), "is tokenizer.json missing?"),
     ("no chat template", remove("chat_template.jinja"), "no chat template"),
     ("chat template that is none", lambda f: (f / "chat_template.jinja").write_text("{% if"), "chat template"),
-    ("no end of sequence", no_end, "found no EOS"),
+    ("no end of sequence", no_end, "found no EOS token"),
     ("no weights", remove("model.safetensors"), "it cannot be loaded"),
     ("weights cut short", cut, "it cannot be loaded"),
     ("a tensor is missing", change_weights(lambda t: t.pop("model.norm.weight")), "1 tensors missing"),

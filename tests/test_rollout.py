@@ -7,10 +7,12 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Gemma2Config,
+    GemmaConfig,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    OlmoConfig,
     Qwen2Config,
     Qwen3Config,
 )
@@ -40,6 +42,8 @@ FAMILIES = {
     "mistral": (MistralConfig, {"sliding_window": 4096}),
     "olmo2": (Olmo2Config, {}),
     "gpt_neox": (GPTNeoXConfig, {}),
+    "gemma": (GemmaConfig, {"head_dim": 8}),
+    "olmo": (OlmoConfig, {}),
 }
 PROMPTS = [[5, 9, 11, 3, 8, 20, 31], [7], [1, 2, 3, 4], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41]]
 EOS = {4, 17}
@@ -76,7 +80,7 @@ def assert_same(got, want):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_cached_equals_naive(family, temperature):
+def test_cached_equals_the_reference(family, temperature):
     """Mixed prompt lengths (one of a single token), fewer slots than requests, several EOS ids, n > 1."""
     config, changes = FAMILIES[family]
     model = build(config, **changes)
@@ -130,7 +134,7 @@ def test_top_p_draws_from_the_smallest_set_that_holds_the_mass(model):
 
 
 def test_the_fixed_shape_loop_returns_the_same_and_cuts_the_overshoot(model):
-    """The loop that CUDA runs: rows and span rounded up, EOS looked at every few steps."""
+    """The loop that CUDA runs: slots and span rounded up, EOS looked at every few steps."""
     options = {"n": 3, "max_new_tokens": 21, "seed": 2}
     want = Sampler(model, EOS, slots=7, max_len=33).generate(PROMPTS, **options)
     for every in (1, 4, 50):
@@ -140,7 +144,7 @@ def test_the_fixed_shape_loop_returns_the_same_and_cuts_the_overshoot(model):
         assert not EOS & set(sample.response_ids[:-1])
 
 
-def test_many_rows_in_sorted_segments_equal_few(model):
+def test_many_slots_in_sorted_segments_equal_few(model):
     prompts = [[1 + i % 50] * (1 + i % 9) for i in range(20)]
     options = {"n": 4, "max_new_tokens": 50, "seed": 8}
     assert_same(*(Sampler(model, EOS, slots=slots, max_len=64).generate(prompts, **options) for slots in (48, 3)))
@@ -188,7 +192,7 @@ def test_max_len_bounds_prompt_and_response_together(model):
     hook.remove()
 
 
-def test_rows_stop_alone_and_nothing_is_computed_for_them_afterwards(model):
+def test_slots_stop_alone_and_nothing_is_computed_for_them_afterwards(model):
     sampler = Sampler(model, EOS, slots=6, max_len=60)
     samples = flat(sampler.generate(PROMPTS, n=5, max_new_tokens=40, seed=4))
     lengths = {len(sample.response_ids) for sample in samples}
@@ -207,7 +211,7 @@ def test_same_seed_same_tokens_and_another_seed_others(model):
     assert one[0][0].response_ids != one[0][1].response_ids
 
 
-def test_other_rows_do_not_change_a_row(model):
+def test_other_slots_do_not_change_a_slot(model):
     sampler = Sampler(model, EOS, slots=5, max_len=40)
     options, seeds = {"n": 2, "max_new_tokens": 20}, [10, 11, 12, 13]
     together = sampler.generate(PROMPTS, seed=seeds, **options)
@@ -316,6 +320,13 @@ def test_the_cache_comes_back_after_release(model):
 # ---- refusals
 
 
+@pytest.mark.parametrize("wrong", [60, 10**6, -1])
+def test_an_eos_id_outside_of_the_vocabulary_is_refused_in_one_line(model, wrong):
+    with pytest.raises(UserError, match=f"EOS ids: found {wrong}, allowed: 0 to 59"):
+        Sampler(model, {4, wrong}, slots=2, max_len=20)
+    assert Sampler(model, (), slots=2, max_len=20).is_eos.sum() == 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -374,7 +385,7 @@ def test_logits_that_are_not_finite_stop_with_the_request_s_name(poison):
         Sampler(model, EOS, slots=2, max_len=30).generate(PROMPTS, max_new_tokens=5)
 
 
-# ---- the rows' book-keeping
+# ---- the slots' book-keeping
 
 
 def test_round_up_takes_few_sizes_and_stays_below_the_largest():
@@ -382,7 +393,7 @@ def test_round_up_takes_few_sizes_and_stays_below_the_largest():
     assert kvcache.round_up(1000, 256, 700) == 700
 
 
-def test_moving_the_misplaced_rows_sorts_the_segments_and_no_row_gets_lost():
+def test_moving_the_misplaced_slots_sorts_the_segments_and_no_slot_gets_lost():
     rng = np.random.default_rng(0)
     for B in (1, 5, 16, 17, 40, 64):
         lengths = rng.integers(1, 300, size=B)
@@ -396,32 +407,32 @@ def test_moving_the_misplaced_rows_sorts_the_segments_and_no_row_gets_lost():
         assert len(kvcache.misplaced(moved)[0]) == 0
 
 
-def test_gaps_are_closed_from_the_end_and_records_stay_with_their_rows():
-    rows = Slots(count=6, max_new_tokens=4, is_eos=np.zeros(10, dtype=bool))
-    for row in range(6):
-        rows.admit(row, Request(CachedPrompt(row, (1,) * (row + 1)), sample=0, seed=row, budget=4))
+def test_gaps_are_closed_from_the_end_and_records_stay_with_their_slots():
+    slots = Slots(count=6, max_new_tokens=4, is_eos=np.zeros(10, dtype=bool))
+    for slot in range(6):
+        slots.admit(slot, Request(CachedPrompt(slot, (1,) * (slot + 1)), sample=0, seed=slot, budget=4))
     chunk = np.ones((1, 3, 6))
-    rows.draw(chunk)
-    for row in (1, 2):
-        rows.release(row)
-    rows.move(*rows.gaps())
-    assert rows.in_use.tolist() == [True] * 4 + [False] * 2
-    assert sorted(rows.seed[:4]) == [0, 3, 4, 5]
-    assert [rows.requests[record].seed for record in rows.record[:4]] == rows.seed[:4].tolist()
-    assert sorted(rows.record) == list(range(6))
+    slots.draw(chunk)
+    for slot in (1, 2):
+        slots.release(slot)
+    slots.move(*slots.gaps())
+    assert slots.in_use.tolist() == [True] * 4 + [False] * 2
+    assert sorted(slots.seed[:4]) == [0, 3, 4, 5]
+    assert [slots.requests[record].seed for record in slots.record[:4]] == slots.seed[:4].tolist()
+    assert sorted(slots.record) == list(range(6))
 
 
-def test_a_burst_is_recorded_up_to_each_row_s_end():
+def test_a_chunk_is_recorded_up_to_the_end_of_each_response():
     is_eos = np.zeros(10, dtype=bool)
     is_eos[7] = True
-    rows = Slots(count=3, max_new_tokens=3, is_eos=is_eos)
-    for row in range(2):
-        rows.admit(row, Request(CachedPrompt(row, (1, 2)), sample=0, seed=0, budget=3))
+    slots = Slots(count=3, max_new_tokens=3, is_eos=is_eos)
+    for slot in range(2):
+        slots.admit(slot, Request(CachedPrompt(slot, (1, 2)), sample=0, seed=0, budget=3))
     chunk = np.zeros((4, 3, 3))
     chunk[:, 0] = [[5, 5, 9], [5, 7, 9], [6, 8, 9], [6, 8, 9]]
     chunk[:, 1] = -np.arange(12).reshape(4, 3)
-    assert rows.draw(chunk).tolist() == [0, 1]
-    (_, first), (_, second) = rows.release(0), rows.release(1)
+    assert slots.draw(chunk).tolist() == [0, 1]
+    (_, first), (_, second) = slots.release(0), slots.release(1)
     assert (first.response_ids, first.finished, first.logprobs.tolist()) == ((5, 5, 6), False, [0, -3, -6])
     assert (second.response_ids, second.finished, second.logprobs.tolist()) == ((5, 7), True, [-1, -4])
 
@@ -432,7 +443,7 @@ def test_a_burst_is_recorded_up_to_each_row_s_end():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_cuda_graphs_equal_naive_in_fp32(temperature):
+def test_cuda_graphs_equal_the_reference_in_fp32(temperature):
     model = build().cuda()
     options = {"n": 3, "max_new_tokens": 24, "temperature": temperature, "seed": 3}
     got = Sampler(model, EOS, slots=5, max_len=40).generate(PROMPTS, **options)
