@@ -13,7 +13,8 @@ runtime.run
 plot
 eval
 verify rollout runtime.checkpoint runtime.signals
-runtime.model sampling.decoder grader.equality replay
+runtime.model sampling.decoder grader.worker replay
+grader.equality
 sampling.kvcache sampling.gumbel grader.latex runtime.problems runtime.config runtime.files runtime.ranks
 entropy runtime.errors
 """

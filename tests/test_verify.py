@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import verify
+from grader import worker
 from grader.equality import compare
 from runtime.problems import Problem
 from verify import Verifier, check, extract, grade
@@ -362,7 +362,7 @@ def test_text_is_never_run_as_code(verifier, tmp_path, code):
     for reference in ("1", r"\sum_{k=1}^{n} k"):
         assert not verifier.submit(f"\\boxed{{{answer}}}", reference).result()
     with contextlib.suppress(Exception):  # whatever the grammar makes of it
-        verify.algebra(answer, "1")
+        worker.algebra(answer, "1")
     assert not target.exists()
 
 
@@ -619,7 +619,7 @@ def children(pid: int) -> list[int]:
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"--worker" in (entry / "cmdline").read_bytes().split(b"\0"):
+            if parent == pid and b"grader.worker" in (entry / "cmdline").read_bytes().split(b"\0"):
                 found.append(int(entry.name))
     return [worker for worker in found if alive(worker)]
 
