@@ -241,7 +241,7 @@ PLACEHOLDER = re.compile(
 )
 WORD = r"(?<!\\)\b[^\W\d_]{3,}"
 OPTION = re.compile(
-    r"(?:\\text\w*\{)?([Oo]ption |[Cc]hoice )?(?:\(?[A-Z]\)|[a-z]\)|[A-Z][.:](?=\s))[:.]?[}\s]*[^}\s^+*/=<>!'_-].*"
+    r"(?:\\text\w*\{)?([Oo]ption |[Cc]hoice )?(?:\(?[A-Z]\)|[a-z]\)|[A-Z][.:](?=\s))[:.]?[}\s]*[^}\s^+*/=<>!'_,.-].*"
 )
 
 
