@@ -266,7 +266,7 @@ def unfit(answer: str) -> str | None:
     reasons = {
         "has several lines": "\n" in part and "\\begin" not in part,
         "is no answer": PLACEHOLDER.fullmatch(text),
-        "has a mark in it, of which none or several are marks of the answer": re.search("####|</?answer>", part),
+        "has a mark that is not that of one answer": re.search(r"(?<!\\)#|^\*\*|<answer>|</\w+>", part),
         "names an option and its text; allowed: one of them": OPTION.fullmatch(part),
         "is a list written as text": re.match(r"""\[\s*['"]""", part),
         "is a text of more than 12 words, which no response repeats": len(re.findall(WORD, part)) > 12,

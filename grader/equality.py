@@ -1,4 +1,4 @@
-"""equality.py: do two written answers mean the same? By kind of answer:
+"""equality.py: whether two written answers are equal, by kind of answer:
 
 numbers       Exactly the same rational: 1/2 = 0.5 = \\frac{2}{4}, 033 = 33 = 33.0, 1,234 = 1{,}234 = 1\\,234,
               4.5e33 = 4.5 \\times 10^{33}, 3\\frac12 = 7/2, 0.\\overline{3} = 1/3. No tolerance of any sort.
@@ -11,21 +11,27 @@ units         Left out on either side they do not count; on both sides they must
               Only words and roman letters are units: in 5t, 2ab, 7c the letters are unknowns. Dollars and degrees
               are units too.
 lists         As many members, each equal to another, in any order. Commas, semicolons, "and", "or", the braces of a
-              set and \\pm make lists; the members of a union of sets are those of its parts.
+              set and \\pm make lists; the members of a union of sets are those of its parts. Where members differ in
+              name or unit and some lack it, the order counts: x=1, y=2 is 1, 2 and (x,y)=(1,2) but not 2, 1.
 tuples        The same brackets and length, and the same order: (0,1), [0,1), (1,0) and 01 all differ. Around one
               tuple or list parentheses may be missing, or added. A set is no tuple.
-intervals     As tuples: both ends and both brackets. x > 3 and 2 \\le x < 5 equal their intervals.
+intervals     As tuples: both ends and both brackets. x > 3 and 2 \\le x < 5 equal their intervals. Sets of reals with
+              \\cup, \\cap, \\setminus or x \\ne 1 are equal if they have the same members.
 equations     `name = value` equals the value, or the same name with that value; x = 5 is not y = 5. A chain counts
               as its last value, if it holds. Other equations may differ by a constant factor (y = 2x+1 is
               2x-y+1 = 0), and one side of them is not the equation. Inequalities are equal side by side, read in
               either direction.
 matrices      The same shape, entry by entry. Ratios and residues: part by part. Numerals with a base: as written.
-text          The same words, whatever their case, font and punctuation; no synonyms, no part of the words.
+times         Hours and minutes as a ratio, a.m. and p.m. as units, however they are written.
+text          The same words, whatever their case, font and punctuation; no synonyms, no part of the words. Three
+              letters or more that stand together and are a whole answer, member or side are a word, whose order counts:
+              dog is not god, nor abc cab (an order may be the answer). abc is a \\cdot b \\cdot c. Two letters, and
+              letters in a formula (2abc, abc+1), are a product: xy is yx.
 choices       A reference that is one capital letter takes that letter, in parentheses or before the text of its
               option: (C) 12, C: the median. Two letters are none.
 
-A full stop or comma at the end, dollar signs, fonts, spacing and sizes never count. Nothing equals an empty answer.
-Where training would exploit a doubt, the doubt is a no.
+A full stop or comma at the end, math delimiters, fonts, spacing and sizes do not count. Nothing equals an empty answer.
+In doubt two answers differ, because training would exploit a wrong accept.
 """
 
 from __future__ import annotations
@@ -84,20 +90,20 @@ CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?\s?([A-Z])\s?(?:\)|(?=$|[:.])
 
 
 def compare(given: str, reference: str, algebra: Algebra | None = None) -> bool | None:
-    """Whether a given answer equals the reference; None where only algebra could tell and none is passed in."""
+    """Whether a given answer equals the reference answer; None if only algebra can tell and none is passed in."""
     try:
         readings = [read(text) for text in (given, reference)]
-    except Unreadable:  # too long or too deep to be looked into
+    except Unreadable:  # too long or too deep
         plain = ["".join(text.split()) for text in (given, reference)]
         return plain[0] == plain[1] != ""
     try:
         return any_of(same(left, right, algebra) for left in readings[0] for right in readings[1])
-    except RecursionError:  # thousands of factorials or roots, one of another
+    except RecursionError:  # thousands of nested factorials or roots
         return False
 
 
 def read(text: str) -> list[Tokens]:
-    """The readings of an answer: as it stands and, where commas may group thousands, as that number."""
+    """The possible readings of an answer: as written and, where commas may group thousands, as that number."""
     text = re.sub(r"^\s{0,9}(the )?(final )?answer is:?\s", " ", text, flags=re.IGNORECASE)
     readings = [strip(tokens(text))]
     if not any(bracket in text for bracket in "([") and re.search(r"(?<!\d)[1-9]\d{0,2}(,\d{3})+(?!\d)", text):
@@ -107,7 +113,7 @@ def read(text: str) -> list[Tokens]:
 
 
 def strip(found: Tokens) -> Tokens:
-    """Without what surrounds an answer: full stops, braces, "the answer is"."""
+    """The answer without what surrounds it: full stops, braces, "the answer is"."""
     while found:
         if found[-1] in (".", ",", ";", ":", "\\\\"):
             found = found[:-1]
@@ -152,7 +158,7 @@ def split(found: Tokens, *separators: str) -> list[Tokens]:
 
 
 def spelled(found: Tokens) -> str:
-    """One spelling for answers that differ in braces around single tokens and in \\text alone."""
+    """One spelling for answers that differ only in braces around single tokens and in \\text."""
     kept: Tokens = []
     for token in found:
         if token == "}" and len(kept) > 1 and kept[-2] == "{":
@@ -397,8 +403,8 @@ def name_of(member: Tokens) -> str:
 
 
 def matched(left: list[Tokens], right: list[Tokens], algebra: Algebra | None) -> bool | None:
-    """Whether each member on the left has one of its own on the right. Equal spellings pair first; equality being
-    transitive, any equal member will do for the others."""
+    """Whether the members pair off. Equal spellings pair first. The others take any equal member, because equality is
+    transitive."""
     rest = {position: spelled(member) for position, member in enumerate(right)}
     unmatched = []
     for member in left:
@@ -492,6 +498,8 @@ def same_ratios(given: Tokens, reference: Tokens, algebra: Algebra | None):
     left, right = split(given, ":", "\\pmod"), split(reference, ":", "\\pmod")
     if len(left) == len(right) == 1:
         return NotThisKind
+    if any(re.match(r"0\d", part[0]) and part[1][0] != '"' for part in left + right if len(part) > 1):
+        return False  # 3:00 xyz: not zero times xyz
     return ordered(left, right, algebra)
 
 
@@ -680,8 +688,8 @@ def rounds(found: Tokens, tree: tuple, rational: Fraction | None) -> bool:
 
 
 def by_algebra(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
-    """The verdict on formulas beyond latex.py. The algebra knows no words, and takes x for X; where neither side
-    has a construct that is its own, there is nothing to ask."""
+    """The algebra's verdict on formulas that latex.py cannot read, if one has a construct of FOR_ALGEBRA. It knows no
+    words and does not tell x from X, so those are unequal."""
     letters = {token for token in (*given, *reference) if token.isalpha()}
     words = any(token[0] == '"' for token in (*given, *reference))
     if words or not FOR_ALGEBRA & {*given, *reference} or len({letter.lower() for letter in letters}) < len(letters):

@@ -1,18 +1,18 @@
-"""latex.py: reads a formula as people and models write it (LaTeX, plain text, or a mixture), and computes its worth.
+"""latex.py: reads a formula as people and models write it (LaTeX, plain text, Python), and computes its value.
 
     tokens(text)        -> list of tokens    without spacing, fonts and delimiter sizes; a word is one token: '"cm'
     parse(tokens)       -> tree              nested tuples; Unreadable if the grammar below does not know it
     exact(tree)         -> Fraction | None   rational arithmetic; None if anything else takes part
     same_value(a, b)    -> bool              all other formulas, compared at points where both are defined
 
-Nothing here simplifies, and nothing runs long: there is a limit on the length and depth of a text, the atoms of a
-formula, the bits of an integer and the size of every intermediate value (Unreadable and TooLarge). Formulas are
-evaluated to 60 digits at a few real and a few whole points; they are the same if they agree to 45 digits at each.
-Different formulas do not agree that far by accident, and whoever can construct such a pair knows the answer.
+Nothing here simplifies, and nothing takes long. The length and depth of a text, the atoms of a formula, the bits of an
+integer and the size of every intermediate value have limits (Unreadable and TooLarge). Formulas are evaluated to 60
+digits at a few real and a few whole points. They are the same if they agree to 45 digits at each. Different formulas do
+not agree that far by accident, and whoever can construct such a pair knows the answer.
 
-Readings that could be argued about: 2^10 is 1024; \\frac12 is a half; 3\\frac12 and 3 1/2 are mixed numbers, any
-other two numbers side by side are nothing; a/bc is (a/b)c; \\log has a base that nobody gave, so \\log 100 is not 2;
-e and i are the constants; I(0) and f(x) are names, not products; x is never X.
+Ambiguous forms: 2^10 is 1024. \\frac12 is a half. 3\\frac12 and 3 1/2 are mixed numbers; other numbers side by side are
+unreadable. a/bc is (a/b)c. \\log has an unknown base, so \\log 100 is not 2. 0.1(6) is 1/6. e and i are the constants.
+I(0) and f(x) are names, not products. x is not X. \\angle ABC is \\angle CBA, not \\angle BAC.
 """
 
 from __future__ import annotations
@@ -326,9 +326,8 @@ class Parser:
                 self.take()
                 factors.append(("power", self.signed(), MINUS_ONE))
             elif self.starts_atom(token):
-                before = self.found[self.at - 1]
-                if is_number(before) and (is_number(token) or re.match(r"0\d", before)):
-                    raise Unreadable("two numbers side by side, or 00 before letters")
+                if is_number(token) and is_number(self.found[self.at - 1]):
+                    raise Unreadable("two numbers side by side")
                 factors.append(self.power())
             else:
                 return factors[0] if len(factors) == 1 else ("product", *factors)

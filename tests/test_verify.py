@@ -286,8 +286,9 @@ def test_am_and_pm_are_told_apart_however_they_are_written():
             assert same(one, other), (one, other)
             assert not same(one, re.sub(r"[Aa](?=\.?\s?[Mm])", "p", other)), (one, other)
     verdicts(
-        """3:00 PM | 3:00 xyz || 3:00 xyz | 3:00 || 3:00 QRS | 3:00 TUV || 8:30 PM | 8:30 MP || 8 AM | 8 PM
-        8:00 AM,3:00 PM | 3:00 AM,8:00 PM || 8:00 AM,3:00 PM | 3:00,8:00 || 8:00:00 AM | 8:00:00 PM""",
+        """3:00 PM | 3:00 xyz || 3:00 xyz | 3:00 || 3:00^{PM} | 3:00 || 3:00*PM | 3:00 || 3:00 QRS | 3:00 TUV
+        8:30 PM | 8:30 MP || 8 AM | 8 PM || 8:00 AM,3:00 PM | 3:00 AM,8:00 PM || 8:00 AM,3:00 PM | 3:00,8:00
+        8:00:00 AM | 8:00:00 PM""",
         False,
     )
     verdicts("3:00 PM | 03:00 pm || 8:00 AM,3:00 PM | 3:00 PM,8:00 AM || 3:00 | 3:00 || 2am | 2ma", True)
@@ -682,7 +683,7 @@ ANY = st.characters(codec=None, categories=["L", "M", "N", "P", "S", "Z", "C"]) 
 PIECES = st.one_of(ANY, st.characters(categories=["N"]), st.sampled_from(FRAGMENTS))
 
 
-@settings(max_examples=1500, deadline=2000, derandomize=True)
+@settings(max_examples=400, deadline=2000, derandomize=True)
 @given(st.lists(PIECES, max_size=12).map("".join), st.lists(PIECES, max_size=12).map("".join))
 def test_no_text_of_any_script_raises(left, right):
     assert compare(left, right) in (True, False, None)
@@ -762,7 +763,21 @@ def test_the_marked_part_of_a_reference_is_the_reference():
         "See the solution.",
         r"\text{Proof.}",
     ]
-    + ["?", "...", "-", "N/A", "TBD", "answers may vary", "5\n6", "x = 5\nso 6", "#### 1 #### 2", "72 ####", "['72']"]
+    + [
+        "?",
+        "...",
+        "-",
+        "N/A",
+        "TBD",
+        "answers may vary",
+        "5\n6",
+        "x = 5\nso 6",
+        "#### 1 #### 2",
+        "72 ####",
+        "['72']",
+        "**72**",
+        "## 72",
+    ]
     + ["#### see proof", "<answer>1</answer> <answer>2</answer>", "Natalia sold in April twice as many clips " * 3, ""],
 )
 def test_check_reports_references_that_no_answer_can_meet(answer):
