@@ -29,7 +29,7 @@ MAX_LENGTH = 4000  # characters of an answer, long runs of digits aside
 MAX_DIGITS = 100_000  # characters with them
 MAX_DEPTH = 50  # nested groups
 MAX_ATOMS = 500  # numbers and names in a formula
-MAX_BITS = 500_000  # of an exact integer, for all numbers of a formula together: 10^{100000} still fits
+MAX_BITS = 4_000_000  # of an exact integer, for all numbers of a formula together: 10^{300000} still fits
 MAX_EXPONENT = 10_000  # decimal exponent of any intermediate value
 DIGITS, AGREE = 60, 45  # decimal digits computed, and compared
 
@@ -102,7 +102,7 @@ MATRICES = {"pmatrix", "bmatrix", "matrix", "array", "smallmatrix", "Bmatrix"}  
 LAYOUTS = {"aligned", "align", "gathered", "gather", "equation", "split", "center", "math", "displaymath"}
 WORDS = vocabulary("yes no true false none odd even all undefined")
 
-SPACES = r"(?:\s|~|\\[,;:! ]|\\quad)*"
+SPACES = r"(?:[\s~$]|\\[,;:! ]|\\quad)*"
 IN_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|sc|sl|up|md|normal)?|[mh]box|mathrm|operatorname\*?)\s*\{"
 HALF_DAY = re.compile(
     rf"(?<![\d.:^])(?<!\d,)(?P<time>\d{{1,2}}(?:{SPACES}:{SPACES}\d\d){{0,2}})(?P<gap>{SPACES})(?P<text>{IN_TEXT}{SPACES})?"
@@ -111,7 +111,7 @@ HALF_DAY = re.compile(
 GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\\!\s{0,3}|\\[, ;!]|~| )\d{3})+(?![\d/])")
 LEXER = re.compile(
     r"(?P<repeating>\d*\.\d*\\(?:overline|bar|dot)\s*(?:\{\d+\}|\d)(?:\d*\\dot\s*(?:\{\d\}|\d))?"
-    r"|\d+\.\(\d+\)|\d*\.\d+\(\d+\)(?=\s*(?:$|[,;.$}])))"
+    r"|\d*\.\(\d+\)|\d*\.\d+\(\d+\)(?=\s*(?:$|[,;.$}]|\\[\])])))"
     r"|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
     r"|(?P<degree>\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z])))"
     r"|(?P<prime>\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![a-zA-Z])))"
@@ -120,7 +120,7 @@ LEXER = re.compile(
     r"|(?P<environment>\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}(?:\s*\{[clr|]*\})?)"
     r"|(?P<relation>[<>]=|(?<![\d)}])!=|\\\\)"
     r"|\\[,;:!> ]|[\s~$]+|\\(?=\d|\s*$)"
-    r"|(?P<command>\\[A-Za-z]+\*?|\\.)"
+    r"|(?P<command>\\operatorname\*|\\[A-Za-z]+|\\.)"
     r"|(?P<run>[^\W\d_]+)"
     r"|(?P<character>.)",
     re.DOTALL,
@@ -137,9 +137,10 @@ def tokens(text: str) -> list[str]:
     text = GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
     text = re.sub(r"(\d)\s*x\s*(10\s*\^)", r"\1*\2", text)
     text = re.sub(r"(?<=\d)\s*(?:\\[ ,;]\s?)?((?:k?m|cm|ft|mi)/(?:s|h|hr|min)(?:\^\{?2\}?)?)\s*$", r"\\text{ \1}", text)
-    text = re.sub(r"\b(?:np|numpy|math|scipy|sympy)\.([a-z]+\d*)", python_name, text)
+    text = re.sub(r"\b(?:np|numpy|math|sp|scipy|sympy)\.([a-z]+\d*)", python_name, text)
     text = re.sub(r"(?<=[\w)}])\s?\*\*\s?(?=[\w(-])", "^", text)
     text = re.sub(r"([\])}]\s?)-(?=\s?\\\{)", r"\1\\setminus", text)
+    text = re.sub(r"\\(?:mathbb\s*)?R\b", r"\\mathbb{R}", text)
     text = HALF_DAY.sub(half_day, re.sub(rf"{IN_TEXT}\s*(\d\d?:\d\d[^{{}}]*)\}}", r"\1", text))
     words = re.fullmatch(r"\s*[A-Za-z][A-Za-z' .()-]*", text)
     if words and any(len(run) > 3 or run.lower() in WORDS for run in re.findall("[A-Za-z]+", text)):
