@@ -1,18 +1,17 @@
-"""verify.py: is this the answer? The reward of training and the verifier of eval.py, so that both agree.
+"""verify.py: whether a response has the correct answer. Training and eval.py both grade with it.
 
     verify.grade(response, answer) -> bool               answer: a string, or a list of which any may match
-    with verify.Verifier(workers=2) as verifier:               the same for many answers, beside other work
-        verdict = verifier.submit(response, answer, uid)    returns at once
-        verdict.result() -> bool; verifier.killed           answers that ran into a limit so far: each is wrong
+    with verify.Verifier(workers=2) as verifier:         the same for many answers at once
+        future = verifier.submit(response, answer, uid)  returns at once
+        future.result() -> bool; verifier.killed         answers that ran into a limit so far: each is wrong
     verify.check(problems) -> list[Fault]                the reference answers that are unfit, and why
     python verify.py --check FILE                        the same, printed with file and line
 
-Three stages. `extract` finds the answer in the response. `equality.compare` settles nearly every one of them in
-the calling process, by string work and bounded arithmetic. What it leaves open (sums, integrals, limits) goes to
-math-verify in a worker process, whose time and memory the parent limits by killing it. No text of a model is ever
-evaluated as Python: math-verify is entered through its LaTeX grammar alone, and only inside the worker.
+A verdict takes up to three steps. `extract` finds the answer in the response. grader/equality.py compares it with the
+reference answer in the calling process, by string work and bounded arithmetic, which settles nearly all. What it leaves
+open (sums, integrals, limits) goes to a worker process (grader/worker.py), which is killed beyond its limits.
 
-What `extract` takes, in this order, from what follows the last `</think>` (or from everything, without one):
+What `extract` takes, in this order, from what follows the last `</think>`, up to a `<think>` that nothing closes:
 
     1. the last complete \\boxed{...} or \\fbox{...}, nested braces included; an unclosed or empty box is no answer
     only if nothing there opens a box:
@@ -21,27 +20,17 @@ What `extract` takes, in this order, from what follows the last `</think>` (or f
     4. what follows the last "answer is" or "Answer:", to the end of its line
     A bare number somewhere in the text is never an answer.
 
-What counts as equal, by kind of answer, is the docstring of equality.py.
-
-Workers are plain child processes that import neither torch nor the caller's script; so they start in a second and
-work from threads, torchrun ranks, a REPL, and under spawn or fork. They start with the first answer that needs
-one, ignore Ctrl-C (their parent ends them), and end with their parent however it ends.
+What counts as equal, by kind of answer, is the docstring of grader/equality.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import json
 import logging
 import os
 import queue
 import re
-import resource
-import select
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -49,26 +38,31 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from grader.equality import compare
+from grader.worker import Worker
 from runtime import problems as data
-from runtime.errors import exit_cleanly
+from runtime.errors import UserError, exit_cleanly
 
 log = logging.getLogger("verify")
 
 MAX_RESPONSE = 1_000_000  # characters; of a longer response only the end is read
-START_LIMIT = 120.0  # seconds for a worker to import sympy on a busy machine
 
 
 # 1. Where the answer is in the response
 
+THINK = re.compile(
+    r"[<◁]\s?\|?\s?(/?)\s?(?:seed:)?(?:think|thinking|thought|reasoning)\s?\|?\s?[>▷]"
+    r"|\[(/?)(?-i:THINK)\]|<\|(?:begin|(end))_of_thought\|>",
+    re.IGNORECASE,
+)
 BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,20}\{|\\(?:\\(?!boxed|fbox)|[{}])|[{}]")
-TAGGED = re.compile(r"<answer>((?:(?!<answer>).){0,500}?)</answer>", re.DOTALL)
+TAGGED = re.compile(r"<answer>((?:(?!<answer>).){0,500}?)</answer>", re.DOTALL | re.IGNORECASE)
 MARKED = re.compile(r"^####[ \t]*(\S[^\n]{0,500})$", re.MULTILINE)
 WORDED = re.compile(r"\banswer(?:\*\*)?(?:[ \t]+is\b[ \t]*:?|[ \t]*:)(?:\*\*)?[ \t]*([^\n]{1,500})", re.IGNORECASE)
 
 
 def extract(response: str) -> str | None:
     """The answer that a response commits to (the module's docstring has the order of places), or None."""
-    visible = response[-MAX_RESPONSE:].rpartition("</think>")[2]
+    visible = without_thinking(response)[-MAX_RESPONSE:]
     opened, box = last_box(visible)
     if opened:
         return box
@@ -79,9 +73,21 @@ def extract(response: str) -> str | None:
     return None
 
 
+def without_thinking(response: str) -> str:
+    """What follows the last closing tag, up to an opening tag after it. Without tags, the whole response: many chat
+    templates write <think> into the prompt."""
+    start, end = 0, len(response)
+    for tag in THINK.finditer(response):
+        if any(tag.groups()):
+            start, end = tag.end(), len(response)
+        else:
+            end = min(end, tag.start())
+    return response[start:end]
+
+
 def last_box(text: str) -> tuple[bool, str | None]:
-    """Whether the text opens a box at all, and the content of the box that closes last (None: none closes, or it
-    is blank). One pass over the braces; `\\{` and `\\}` are not braces."""
+    """(whether the text opens a box, the content of the box that closes last; None if none closes, or it is blank).
+    One pass over the braces; `\\{` and `\\}` are not braces."""
     opened, box = False, None
     open_braces: list[int | None] = []  # for each open group: where its content starts if it is a box
     for brace in BRACES.finditer(text):
@@ -102,12 +108,12 @@ def last_box(text: str) -> tuple[bool, str | None]:
 
 
 class Verifier:
-    """Grades answers, those that need algebra in worker processes.
+    """Grades answers. Those that need algebra go to worker processes.
 
     workers: how many at most (each about 100 MB); none starts before an answer needs it.
     time_limit: seconds that the algebra of one answer may take; with the start of a worker it stays below 5 s.
-    memory_mb: what an answer may take beyond the size of a fresh worker.
-    `killed` counts the answers that ran into a limit; each is wrong, and logged with its uid.
+    memory_mb: how much an answer may take beyond the size of a new worker.
+    `killed` counts the answers that ran into a limit. Each counts as wrong and is logged with its uid.
     """
 
     def __init__(self, workers: int = 1, time_limit: float = 3.0, memory_mb: int = 1024):
@@ -124,12 +130,11 @@ class Verifier:
         self._closed = False
 
     def submit(self, response: str, answer: str | Sequence[str], uid: str = "") -> Future[bool]:
-        """Whether the response's answer equals the reference (any of several), as a future that is often done."""
+        """Whether the response's answer equals the reference answer (any of several): a future, done in most cases."""
         verdict: Future[bool] = Future()
         given = extract(response)
-        references = [answer] if isinstance(answer, str) else answer
         undecided = []
-        for reference in references if given is not None else []:
+        for reference in map(reference_part, data.listed(answer)) if given is not None else []:
             equal = compare(given, reference)
             if equal:
                 verdict.set_result(True)
@@ -144,7 +149,7 @@ class Verifier:
 
     def _enqueue(self, task: tuple) -> None:
         if self._pid != os.getpid():
-            self._reset()  # a forked child has its parent's threads and workers in name only
+            self._reset()  # a forked child has none of its parent's threads and workers
         with self._lock:
             if self._closed:
                 raise RuntimeError("this Verifier is closed")
@@ -155,7 +160,7 @@ class Verifier:
                 thread.start()
 
     def _serve(self) -> None:
-        """The life of a thread: answer after answer through one worker process, which a kill replaces."""
+        """One thread: passes answers to one worker process, and starts another when that is killed."""
         worker = self._start()
         while (task := self._tasks.get()) is not None:
             verdict, given, references, uid = task
@@ -163,7 +168,7 @@ class Verifier:
                 continue
             try:
                 equal = worker.ask(given, references)
-            except RuntimeError as error:  # no worker can be had: the caller must know
+            except RuntimeError as error:  # no worker starts: the caller must know
                 equal = None
                 if not self._closed:
                     verdict.set_exception(error)
@@ -193,10 +198,10 @@ class Verifier:
         with self._lock:
             self.killed += 1
         limits = f"{self.time_limit:g} s or {self.memory_mb} MB"
-        log.warning("uid %s: wrong, for grading it ran into %s: %.80r", uid or "unknown", limits, given)
+        log.warning("uid %s: counts as wrong, grading took more than %s: %.80r", uid or "unknown", limits, given)
 
     def close(self) -> None:
-        """End the workers now. Answers that wait are cancelled; one that a worker was at is wrong."""
+        """End the workers now. Waiting answers are cancelled; one that a worker was grading counts as wrong."""
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -222,100 +227,52 @@ _shared = Verifier()
 
 
 def grade(response: str, answer: str | Sequence[str]) -> bool:
-    """Whether the response's answer equals the reference (any of several). Safe on any text: what needs algebra is
-    settled in one worker process that all callers share, within its limits, or counts as wrong."""
+    """Whether the response's answer equals the reference answer (any of several). Safe on any text: all callers share
+    one worker process for algebra, and an answer beyond its limits counts as wrong."""
     return _shared.submit(response, answer).result()
 
 
-# 3. The worker process
+# 3. Reference answers
+
+PLACEHOLDER = re.compile(
+    r"[^\w∅∞{}\\]*|_+|.*\bproof( omitted)?|(see|refer to|cf)\b.*|n ?/ ?a|nan|null|unknown|tbd|todo|omitted"
+    r"|.*\bvary|not (available|applicable|given|provided)|no answer( (given|provided|available))?",
+    re.IGNORECASE,
+)
+WORD = r"(?<!\\)\b[^\W\d_]{3,}"
+OPTION = re.compile(
+    r"(?:\\text\w*\{)?([Oo]ption |[Cc]hoice )?(?:\(?[A-Z]\)|[a-z]\)|[A-Z][.:](?=\s))[:.]?[}\s]*[^}\s^+*/=<>!'_,.-].*"
+)
 
 
-class Worker:
-    """The parent's end of one worker process; for one thread at a time."""
-
-    def __init__(self, time_limit: float, memory_mb: int):
-        self.time_limit = time_limit
-        command = [sys.executable, os.path.abspath(__file__), "--worker", str(time_limit), str(memory_mb)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        self._ready = False
-
-    def ask(self, given: str, references: list[str]) -> bool | None:
-        """Whether any reference equals what was given; None if the worker died over it or ran out of time."""
-        if not self._ready:
-            if self._reply(START_LIMIT) != b"r":
-                raise RuntimeError(f"a grading worker did not start (exit code {self._process.poll()})")
-            self._ready = True
-        try:
-            self._process.stdin.write(json.dumps([given, references]).encode() + b"\n")
-        except BrokenPipeError:
-            return None
-        return {b"1": True, b"0": False}.get(self._reply(self.time_limit))
-
-    def _reply(self, limit: float) -> bytes:
-        """The next byte; empty if the worker is gone or `limit` seconds are over."""
-        poll = select.poll()
-        poll.register(self._process.stdout, select.POLLIN)
-        return self._process.stdout.read(1) if poll.poll(limit * 1000) else b""
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._process.stdin.close()
+def reference_part(answer: str) -> str:
+    """The part of a reference answer that has a place of its own: in <answer> tags, after ####, in a box. Otherwise all
+    of it, also where a place occurs twice."""
+    tagged = TAGGED.findall(answer)
+    if len(tagged) == 1:
+        answer = tagged[0]
+    before, mark, after = answer.partition("####")
+    if mark and after.strip() and "####" not in after:
+        answer = after.strip()
+    if len(re.findall(r"\\(?:boxed|fbox)\b", answer)) == 1:
+        answer = last_box(answer)[1] or answer
+    return answer.strip()
 
 
-def work(time_limit: float, memory_mb: int) -> None:
-    """The worker's life: a JSON line [given, references] in, one byte out, until the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    end_with_parent()
-    questions, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "wb", buffering=0)
-    with open(os.devnull, "r+") as nowhere:  # whatever a library reads or prints, it cannot touch the pipes
-        os.dup2(nowhere.fileno(), 0)
-        os.dup2(nowhere.fileno(), 1)
-    import math_verify  # noqa: F401  its size is the worker's, not an answer's
-
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own alarm is off
-    limit_memory(memory_mb)
-    replies.write(b"r")
-    for line in questions:
-        given, references = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, 2 * time_limit)  # ends this process even if no parent is left to
-        equal = any(compare(given, reference, algebra) for reference in references)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(b"1" if equal else b"0")
-
-
-def end_with_parent() -> None:
-    """Where the system can (Linux), have it kill this process with its parent, in the middle of an answer too."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def limit_memory(memory_mb: int) -> None:
-    """Let this process grow by memory_mb from its present size (where the system tells it: Linux)."""
-    if os.path.exists("/proc/self/statm"):
-        with open("/proc/self/statm") as statm:
-            size = int(statm.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + memory_mb * 2**20,) * 2)
-
-
-def algebra(given: str, reference: str) -> bool:
-    """math-verify's verdict on two LaTeX formulas. Its own alarm is off: the parent's kill cannot be caught."""
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    plain = LatexExtractionConfig(
-        boxed_match_priority=0,
-        normalization_config=NormalizationConfig(basic_latex=True, malformed_operators=True),
-    )
-    formulas = [
-        parse(f"\\boxed{{{text}}}", [plain], fallback_mode="no_fallback", parsing_timeout=None)
-        for text in (reference, given)
-    ]
-    return all(formulas) and verify(*formulas, timeout_seconds=None)
-
-
-# 4. Reference answers that are unfit
+def unfit(answer: str) -> str | None:
+    """Why no response can be graded fairly against a reference answer; None if one can."""
+    part = reference_part(answer)
+    text = re.sub(r"\\text\w*|[${}.]", "", part).strip() or part
+    reasons = {
+        "has several lines": "\n" in part and "\\begin" not in part,
+        "is no answer": PLACEHOLDER.fullmatch(text),
+        "has a mark that is not that of one answer": re.search(r"(?<!\\)#|^\*\*|<answer>|</\w+>", part),
+        "names an option and its text; allowed: one of them": OPTION.fullmatch(part),
+        "is a list written as text": re.match(r"""\[\s*['"]""", part),
+        "is a text of more than 12 words, which no response repeats": len(re.findall(WORD, part)) > 12,
+        "does not grade itself as correct": not compare(extract(f"\\boxed{{{part}}}") or "", part),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 @dataclass(frozen=True)
@@ -331,7 +288,7 @@ class Fault:
 def check(problems: Iterable[data.Problem]) -> list[Fault]:
     """The faults of the reference answers, in the order of the problems.
 
-    Bad: an answer that, put into a box, does not grade itself as right; the same problem with unequal answers.
+    Bad: an answer that no response can meet (`unfit`); the same problem with unequal answers.
     Doubtful: an integer that has been through a float, and -1, which often stands for no answer.
     """
     problems = list(problems)
@@ -339,11 +296,8 @@ def check(problems: Iterable[data.Problem]) -> list[Fault]:
     faults = []
     for problem in problems:
         answers = data.listed(problem.answer)
-        unfit = [answer for answer in answers if not compare(extract(f"\\boxed{{{answer}}}") or "", answer)]
-        reasons = [
-            (f"the answer {answer!r:.80} does not grade itself as right", len(unfit) == len(answers))
-            for answer in unfit
-        ]
+        found = [(answer, reason) for answer in answers if (reason := unfit(answer))]
+        reasons = [(f"the answer {answer!r:.80} {reason}", len(found) == len(answers)) for answer, reason in found]
         reasons += [(f"{answer!r:.80} {doubt}", False) for answer in answers if (doubt := doubtful(answer))]
         if problem.uid in rivals:
             other = rivals[problem.uid]
@@ -353,20 +307,20 @@ def check(problems: Iterable[data.Problem]) -> list[Fault]:
 
 
 def unequal(group: list[data.Problem]) -> list[tuple[data.Problem, data.Problem]]:
-    """Each problem of a group with one whose answer differs from its own in value, not in spelling alone."""
+    """(problem, other) for each problem of a group with another whose answer differs in value, not only in spelling."""
     found = []
     for problem in group:
         for other in group:
             pairs = [(a, b) for a in data.listed(problem.answer) for b in data.listed(other.answer)]
-            if not any(compare(a, b) for a, b in pairs):
+            if not any(compare(reference_part(a), reference_part(b)) for a, b in pairs):
                 found.append((problem, other))
                 break
     return found
 
 
 def doubtful(answer: str) -> str | None:
-    """Why an answer that can be graded is probably not the right one."""
-    text = answer.strip().strip("$")
+    """Why an answer that can be graded is probably not the correct one."""
+    text = reference_part(answer).strip("$")
     if text == "-1":
         return "often stands for a problem without an answer"
     digits = repr(float(text)).partition("e")[0] if re.fullmatch(r"-?\d{17,300}", text) else ""
@@ -376,11 +330,18 @@ def doubtful(answer: str) -> str | None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--worker"]:
-        return work(float(sys.argv[2]), int(sys.argv[3]))
-    parser = argparse.ArgumentParser(description="Report the reference answers of a data set that are unfit.")
-    parser.add_argument("--check", metavar="FILE", required=True, help="JSON Lines, JSON or parquet")
-    problems = data.load(parser.parse_args().check)
+    def refuse(message: str) -> None:
+        raise UserError(f"command line: {message}")
+
+    line = "Report the reference answers of a data set that are unfit."
+    parser = argparse.ArgumentParser(description=line, allow_abbrev=False)
+    parser.error = refuse
+    parser.add_argument("--check", metavar="DATA", required=True, help="JSON Lines, JSON, parquet or a hub data set")
+    parser.add_argument("--split", default="train", help="of a hub data set")
+    for field in ("problem", "answer", "uid"):
+        parser.add_argument(f"--{field}-field", default=field, help=f"where a row has the {field} (default: {field})")
+    options = vars(parser.parse_args())
+    problems = data.load(options.pop("check"), **options)
     faults = check(problems)
     for fault in faults:
         print(f"{fault.where}: {'bad' if fault.bad else 'doubtful'}: {fault.reason}")

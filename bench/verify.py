@@ -1,12 +1,12 @@
-"""Answers graded a second: verify.Verifier against math-verify called directly, on the same answers in one run.
+"""Answers graded per second: verify.Verifier against math-verify called directly, on the same answers in one run.
 
     python bench/verify.py [--data DIR] [--answers 2000] [--workers 2]
 
-The answers are the references of the benchmarks in DIR (*.jsonl), or made-up ones without it, each in a notation
-that a model might use (as it stands, \\dfrac, spaces, `x =`, thousands, a reversed list ...), one in five altered
-to be wrong, at the end of a derivation of 1,700 characters. Ours reads the whole response. The peer gets the answer
-alone, between dollar signs, on the main thread and without its alarms, which is how it is fastest (and unsafe); its
-extraction from the response is not timed. Both are warmed up, and both parse each reference anew.
+The answers are the reference answers of the benchmarks in DIR (*.jsonl), or made-up ones without it. Each is in a
+notation that a model might use (unchanged, \\dfrac, spaces, `x =`, thousands, a reversed list ...), one in five is
+altered to be wrong, and each ends a derivation of 1,700 characters. Ours reads the whole response. math-verify gets
+only the answer, between dollar signs, on the main thread and without its alarms, which is its fastest (and unsafe) use;
+its extraction is not timed. Both are warmed up, and both parse each reference answer again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DERIVATION = "Let us set up the condition and solve it step by step, as $a_{k}$ 
 
 
 def references(folder: Path, wanted: int, rng: random.Random) -> list[str]:
-    """The reference answers of a folder of benchmarks, repeated as needed; made-up ones if there is none."""
+    """`wanted` reference answers of the benchmarks in a folder, repeated if too few; made-up ones if it has none."""
     files = sorted(folder.glob("*.jsonl"))
     found = [json.loads(line)["answer"] for file in files for line in file.open()]
     found = [answer if isinstance(answer, str) else answer[0] for answer in found]
@@ -42,7 +42,7 @@ def references(folder: Path, wanted: int, rng: random.Random) -> list[str]:
 
 
 def rewritten(answer: str, rng: random.Random) -> str:
-    """The same answer in another notation, as far as one applies."""
+    """The same answer in another notation, if one applies."""
     answer = answer.strip()
     whole = answer.isdigit()
     choices = [answer, answer.strip("$"), answer + ".", answer.replace(r"\frac", r"\dfrac"), answer.replace("+", " + ")]
@@ -66,7 +66,7 @@ def altered(answer: str, rng: random.Random) -> str:
 
 
 def ours(pairs: list[tuple[str, str]], workers: int) -> tuple[list[bool], float, int]:
-    """(verdicts, seconds, how many the calling process settled)"""
+    """(verdicts, seconds, number of answers that the calling process settled)"""
     with Verifier(workers=workers) as verifier:
         verifier.submit(r"\boxed{1}", r"\int_0^1 x\,dx").result()
         start = time.perf_counter()
@@ -104,16 +104,16 @@ def main() -> None:
     rng = random.Random(0)
     pairs, expected = [], []
     for reference in references(options.data, options.answers, rng):
-        right = rng.random() < 0.8
-        answer = rewritten(reference, rng) if right else altered(rewritten(reference, rng), rng)
+        correct = rng.random() < 0.8
+        answer = rewritten(reference, rng) if correct else altered(rewritten(reference, rng), rng)
         pairs.append((f"{DERIVATION}Therefore \\boxed{{{answer}}}.", reference))
-        expected.append(right)
+        expected.append(correct)
 
     verdicts, seconds, settled = ours(pairs, options.workers)
     other_verdicts, other_seconds = peer(pairs)
     for name, results, took in (("ours", verdicts, seconds), ("math-verify", other_verdicts, other_seconds)):
-        right = sum(a == b for a, b in zip(results, expected, strict=True)) / len(pairs)
-        print(f"{name:12} {len(pairs) / took:8.0f} answers/s  {took:6.2f} s  as expected {right:.1%}")
+        agreed = sum(a == b for a, b in zip(results, expected, strict=True)) / len(pairs)
+        print(f"{name:12} {len(pairs) / took:8.0f} answers/s  {took:6.2f} s  as expected {agreed:.1%}")
     print(f"ratio        {other_seconds / seconds:8.1f}")
     print(f"settled in the calling process: {settled / len(pairs):.1%} of {len(pairs)}; workers {options.workers}")
 

@@ -1,4 +1,4 @@
-"""equality.py: do two written answers mean the same? By kind of answer:
+"""equality.py: whether two written answers are equal, by kind of answer:
 
 numbers       Exactly the same rational: 1/2 = 0.5 = \\frac{2}{4}, 033 = 33 = 33.0, 1,234 = 1{,}234 = 1\\,234,
               4.5e33 = 4.5 \\times 10^{33}, 3\\frac12 = 7/2, 0.\\overline{3} = 1/3. No tolerance of any sort.
@@ -11,21 +11,27 @@ units         Left out on either side they do not count; on both sides they must
               Only words and roman letters are units: in 5t, 2ab, 7c the letters are unknowns. Dollars and degrees
               are units too.
 lists         As many members, each equal to another, in any order. Commas, semicolons, "and", "or", the braces of a
-              set and \\pm make lists; the members of a union of sets are those of its parts.
+              set and \\pm make lists; the members of a union of sets are those of its parts. Where members differ in
+              name or unit and some lack it, the order counts: x=1, y=2 is 1, 2 and (x,y)=(1,2) but not 2, 1.
 tuples        The same brackets and length, and the same order: (0,1), [0,1), (1,0) and 01 all differ. Around one
               tuple or list parentheses may be missing, or added. A set is no tuple.
-intervals     As tuples: both ends and both brackets. x > 3 and 2 \\le x < 5 equal their intervals.
+intervals     As tuples: both ends and both brackets. x > 3 and 2 \\le x < 5 equal their intervals. Sets of reals with
+              \\cup, \\cap, \\setminus or x \\ne 1 are equal if they have the same members.
 equations     `name = value` equals the value, or the same name with that value; x = 5 is not y = 5. A chain counts
               as its last value, if it holds. Other equations may differ by a constant factor (y = 2x+1 is
               2x-y+1 = 0), and one side of them is not the equation. Inequalities are equal side by side, read in
               either direction.
 matrices      The same shape, entry by entry. Ratios and residues: part by part. Numerals with a base: as written.
-text          The same words, whatever their case, font and punctuation; no synonyms, no part of the words.
+times         Hours and minutes as a ratio, a.m. and p.m. as units, however they are written.
+text          The same words, whatever their case, font and punctuation; no synonyms, no part of the words. Three
+              letters or more that stand together and are a whole answer, member or side are a word, whose order counts:
+              dog is not god, nor abc cab (an order may be the answer). abc is a \\cdot b \\cdot c. Two letters, and
+              letters in a formula (2abc, abc+1), are a product: xy is yx.
 choices       A reference that is one capital letter takes that letter, in parentheses or before the text of its
               option: (C) 12, C: the median. Two letters are none.
 
-A full stop or comma at the end, dollar signs, fonts, spacing and sizes never count. Nothing equals an empty answer.
-Where training would exploit a doubt, the doubt is a no.
+A full stop or comma at the end, math delimiters, fonts, spacing and sizes do not count. Nothing equals an empty answer.
+In doubt two answers differ, because training would exploit a wrong accept.
 """
 
 from __future__ import annotations
@@ -39,13 +45,17 @@ from grader.latex import (
     OPENERS,
     TooLarge,
     Unreadable,
+    apart,
+    close,
     constant_ratio,
     depth,
     exact,
     is_number,
+    is_run,
     literal,
     names,
     parse,
+    reduced,
     same_value,
     tokens,
     uses_i,
@@ -80,20 +90,20 @@ CHOICE = re.compile(r"(?:[Oo]ption |[Cc]hoice )?\(?\s?([A-Z])\s?(?:\)|(?=$|[:.])
 
 
 def compare(given: str, reference: str, algebra: Algebra | None = None) -> bool | None:
-    """Whether a given answer equals the reference; None where only algebra could tell and none is passed in."""
+    """Whether a given answer equals the reference answer; None if only algebra can tell and none is passed in."""
     try:
         readings = [read(text) for text in (given, reference)]
-    except Unreadable:  # too long or too deep to be looked into
+    except Unreadable:  # too long or too deep
         plain = ["".join(text.split()) for text in (given, reference)]
         return plain[0] == plain[1] != ""
     try:
         return any_of(same(left, right, algebra) for left in readings[0] for right in readings[1])
-    except RecursionError:  # thousands of factorials or roots, one of another
+    except RecursionError:  # thousands of nested factorials or roots
         return False
 
 
 def read(text: str) -> list[Tokens]:
-    """The readings of an answer: as it stands and, where commas may group thousands, as that number."""
+    """The possible readings of an answer: as written and, where commas may group thousands, as that number."""
     text = re.sub(r"^\s{0,9}(the )?(final )?answer is:?\s", " ", text, flags=re.IGNORECASE)
     readings = [strip(tokens(text))]
     if not any(bracket in text for bracket in "([") and re.search(r"(?<!\d)[1-9]\d{0,2}(,\d{3})+(?!\d)", text):
@@ -103,7 +113,7 @@ def read(text: str) -> list[Tokens]:
 
 
 def strip(found: Tokens) -> Tokens:
-    """Without what surrounds an answer: full stops, braces, "the answer is"."""
+    """The answer without what surrounds it: full stops, braces, "the answer is"."""
     while found:
         if found[-1] in (".", ",", ";", ":", "\\\\"):
             found = found[:-1]
@@ -148,7 +158,7 @@ def split(found: Tokens, *separators: str) -> list[Tokens]:
 
 
 def spelled(found: Tokens) -> str:
-    """One spelling for answers that differ in braces around single tokens and in \\text alone."""
+    """One spelling for answers that differ only in braces around single tokens and in \\text."""
     kept: Tokens = []
     for token in found:
         if token == "}" and len(kept) > 1 and kept[-2] == "{":
@@ -170,13 +180,16 @@ def same(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | No
     if is_choice(reference):
         return chosen(given) == chosen(reference)
     if is_text(given) or is_text(reference):
-        return plain_words(given) == plain_words(reference)
+        return same_words(given, reference)
     if depth(given) < 0 or depth(reference) < 0:
         return False
-    for kind in (same_approximations, same_lists, same_chains, same_tuples, same_matrices, same_ratios):
+    kinds = (same_sets, same_lists, same_approximations, same_chains, same_tuples, same_matrices, same_ratios)
+    for kind in kinds:
         verdict = kind(given, reference, algebra)
         if verdict is not NotThisKind:
             return verdict
+    if is_word(given) or is_word(reference):
+        return same_words(given, reference)
     return same_quantities(given, reference, algebra)
 
 
@@ -202,8 +215,21 @@ def is_text(found: Tokens) -> bool:
     return bool(words) and set(found) - set(words) <= {".", ",", "-", "'", "(", ")", "!", "?"}
 
 
+def is_word(found: Tokens) -> bool:
+    """Whether it is letters alone, three or more of them together: dog, my cat, abc."""
+    return any(map(is_run, found)) and all(token.isalpha() or token in "(){}.'!?" for token in found)
+
+
+def same_words(given: Tokens, reference: Tokens) -> bool:
+    """The same words in the same order. Case counts if both are letters that could be a product."""
+    left, right = plain_words(given), plain_words(reference)
+    if any(token[0] == '"' for token in (*given, *reference)):
+        return left.casefold() == right.casefold()
+    return left == right
+
+
 def plain_words(found: Tokens) -> str:
-    text = " ".join(token.lstrip('"') for token in found).casefold().replace(" - ", "-")
+    text = "".join(token if len(token) == 1 else f" {token.lstrip(chr(34))} " for token in found if token not in "*{}")
     return " ".join(re.findall(r"\w+|-", text))
 
 
@@ -252,12 +278,85 @@ def members(found: Tokens) -> list[Tokens]:
             parts[1:] = [[*name, "=", *part] for part in parts[1:]]  # n = 2, 3, 4
         return [member for part in parts for member in signs(part)]
     name, *value = split(found, "=", "\\in")
+    if len(value) == 1 and enclosed(name) and enclosed(value[0]) and name[0] == value[0][0] == "(":  # (x,y) = (1,2)
+        left, right = split(name[1:-1], ","), split(value[0][1:-1], ",")
+        if len(left) == len(right) > 1 and all(map(is_name, left)):
+            return [[*a, "=", *b] for a, b in zip(left, right, strict=True)]
     if len(value) == 1 and is_name(name) and is_list(strip(value[0])):
         return [[*name, "=", *member] for member in members(value[0])]
     if found[0] == "\\{" and enclosed(found):
         inside = strip(found[1:-1])
         return [inside] if enclosed(inside) and inside[0] == "\\{" or inside == ["\\emptyset"] else members(inside)
     return [] if found == ["\\emptyset"] else signs(found)
+
+
+def region(found: Tokens) -> tuple[list, Callable]:
+    """(ends, whether it contains a number) of a set of reals: intervals, finite sets, x \\ne 1, and \\cup, \\cap and
+    \\setminus of them. Raises Unreadable for any other set."""
+    found = strip(found)
+    sides, relations = chain(found)
+    if relations == ["\\in"] and is_name(sides[0]):
+        return region(sides[1])
+    if relations == ["\\ne"] and is_name(sides[0]):
+        return region([*REALS, "\\setminus", "\\{", *sides[1], "\\}"])
+    operator = next((operator for operator in SET_OPERATIONS if len(split(found, operator)) > 1), None)
+    if operator:
+        parts = split(found, operator)
+        if operator == "\\setminus" and any(len(split(part, "\\cup", "\\cap")) > 1 for part in parts):
+            raise Unreadable("A \\cup B \\setminus C")
+        regions = [region(part) for part in parts]
+        holds = SET_OPERATIONS[operator]
+        return sum((ends for ends, _ in regions), []), lambda x: holds([inside(x) for _, inside in regions])
+    if not found:
+        raise Unreadable("nothing")
+    if found == ["\\emptyset"] or found[:1] == ["\\{"] and enclosed(found):
+        points = [real(member) for member in members(found)]
+        return points, lambda x: any(close(x, point) for point in points)
+    if enclosed(found) and found[0] in "([{" and not brackets(found):
+        return region(found[1:-1])
+    opener, closer, ends = brackets(found) or ("", "", [])
+    if len(ends) != 2:
+        raise Unreadable("no set")
+    low, high = map(real, ends)
+    finite = [end for end in (low, high) if abs(end) < float("inf")]
+
+    def inside(x) -> bool:
+        edge = [bracket for bracket, end in ((opener, low), (closer, high)) if end in finite and close(x, end)]
+        return "(" not in edge and ")" not in edge if edge else low < x < high
+
+    return finite, inside
+
+
+REALS = ["\\mathbb", "{", "R", "}"]
+SET_OPERATIONS = {"\\setminus": lambda v: v[0] and not any(v[1:]), "\\cup": any, "\\cap": all}
+
+
+def real(found: Tokens):
+    """The value of an end of an interval."""
+    found = strip(found)
+    if "\\infty" in found:
+        return float("-inf" if "-" in found else "inf")
+    tree = parse(found)
+    if names(tree) or uses_i(tree):
+        raise Unreadable("no number")
+    return value(tree, {}).real
+
+
+def same_sets(given: Tokens, reference: Tokens, algebra: Algebra | None):
+    """Sets of reals with \\cup, \\cap or \\setminus are equal if they agree at all ends, between them and beyond."""
+    if not {*SET_OPERATIONS, "\\ne"} & {*given, *reference}:
+        return NotThisKind
+    try:
+        (ends, left), (more, right) = region(given), region(reference)
+    except (Unreadable, ValueError, ZeroDivisionError):
+        return NotThisKind
+    if len(ends) + len(more) > MAX_PAIRED:
+        return NotThisKind
+    if len({name_of(found) for found in (given, reference)} - {""}) > 1:
+        return False
+    ends = sorted(ends + more) or [0]
+    points = [ends[0] - 1, *ends, *((a + b) / 2 for a, b in zip(ends, ends[1:], strict=False)), ends[-1] + 1]
+    return all(left(point) == right(point) for point in points)
 
 
 def signs(found: Tokens) -> list[Tokens]:
@@ -280,16 +379,32 @@ def same_lists(given: Tokens, reference: Tokens, algebra: Algebra | None):
         return ordered(split(given[1:-1], ",", ";"), right, algebra)  # parentheses around a list
     if len(right) == 1 and len(left) > 1 and reference[0] == "(" and enclosed(reference) and given[0] != "\\{":
         return ordered(left, split(reference[1:-1], ",", ";"), algebra)
-    if len(left) != len(right):
+    if len(left) != len(right) or not all([*left, *right]):
         return False
     if len(left) == 1 and "\\{" in (left[0][0], right[0][0]) and left[0][0] != right[0][0]:
         return False  # a set is not its member, nor a set of sets a set
-    return matched(left, right, algebra)
+    return (matched if any_order(left, right) else ordered)(left, right, algebra)
+
+
+def any_order(left: list[Tokens], right: list[Tokens]) -> bool:
+    """Whether the members of two lists may pair in any order. Not if members differ in their names, or units, and some
+    lack one: x=1, y=2 is 1, 2 but not 2, 1."""
+    names = [{name_of(member) for member in side} for side in (left, right)]
+    units = [{quantity(member)[1] for member in side} for side in (left, right)]
+    if "" in names[0] & names[1] and len(names[0]) > 1 and len(names[1]) > 1:
+        return False
+    return not any("" in a | b and (len(a - {""}) > 1 or len(b - {""}) > 1) for a, b in (names, units))
+
+
+def name_of(member: Tokens) -> str:
+    """The name in `name = value`; "" without one."""
+    sides, relations = chain(member)
+    return next((spelled(side) for side in sides if is_name(side, sums=True)), "") if relations else ""
 
 
 def matched(left: list[Tokens], right: list[Tokens], algebra: Algebra | None) -> bool | None:
-    """Whether each member on the left has one of its own on the right. Equal spellings pair first; equality being
-    transitive, any equal member will do for the others."""
+    """Whether the members pair off. Equal spellings pair first. The others take any equal member, because equality is
+    transitive."""
     rest = {position: spelled(member) for position, member in enumerate(right)}
     unmatched = []
     for member in left:
@@ -324,7 +439,7 @@ def ordered(left: list[Tokens], right: list[Tokens], algebra: Algebra | None) ->
 
 def brackets(found: Tokens) -> tuple[str, str, list[Tokens]] | None:
     """(opener, closer, members) of a tuple or an interval."""
-    if found == ["\\mathbb", "{", "R", "}"]:
+    if found == REALS:
         return "(", ")", [["-", "\\infty"], ["\\infty"]]
     opener, closer = found[0], found[-1]
     opener, closer = {"\\langle": "("}.get(opener, opener), {"\\rangle": ")"}.get(closer, closer)
@@ -383,6 +498,8 @@ def same_ratios(given: Tokens, reference: Tokens, algebra: Algebra | None):
     left, right = split(given, ":", "\\pmod"), split(reference, ":", "\\pmod")
     if len(left) == len(right) == 1:
         return NotThisKind
+    if any(re.match(r"0\d", part[0]) and part[1][0] != '"' for part in left + right if len(part) > 1):
+        return False  # 3:00 xyz: not zero times xyz
     return ordered(left, right, algebra)
 
 
@@ -401,7 +518,13 @@ def chain(found: Tokens) -> tuple[list[Tokens], list[str]]:
             sides.append([])
         else:
             sides[-1].append(token)
-    if relations and set(relations) <= set(MIRRORED) | {"="} and set(relations) & set(MIRRORED):
+    if (
+        relations
+        and set(relations) <= set(MIRRORED) | {"="}
+        and (
+            set(relations) & set(MIRRORED) or is_name(sides[-1]) and not is_name(sides[0], sums=True)  # 5 = x is x = 5
+        )
+    ):
         sides.reverse()
         relations = [MIRRORED.get(relation, relation) for relation in reversed(relations)]
     return [strip(side) for side in sides], relations
@@ -469,6 +592,9 @@ def same_chains(given: Tokens, reference: Tokens, algebra: Algebra | None):
 
 def proportional(left: list[Tokens], right: list[Tokens], signed: bool) -> bool:
     """Whether left[0] - left[1] is a constant times right[0] - right[1] (signed: a positive constant)."""
+    texts = [sorted(plain_words(side) for side in sides if is_text(side) or is_word(side)) for sides in (left, right)]
+    if all(texts) and texts[0] != texts[1]:
+        return False
     try:
         a, b = (("sum", parse(x), ("product", ("number", Fraction(-1)), parse(y))) for x, y in (left, right))
         return constant_ratio(a, b, signed)
@@ -500,7 +626,7 @@ def quantity(found: Tokens) -> tuple[Tokens, str]:
     start = next((position for position, token in enumerate(found) if token[0] == '"'), 0)
     tail = found[start:]
     if not start or any(
-        token[0] != '"' and token not in ("/", "^", "{", "}", "-", "*", ".") and not token.isdigit() for token in tail
+        token[0] != '"' and token not in ("/", "^", "{", "}", "-", "*", ".") and not token.isdecimal() for token in tail
     ):
         return found, ""
     unit = " ".join(token.lstrip('"').strip() for token in tail if token not in "{}.").strip(" .")
@@ -527,13 +653,14 @@ def same_values(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bo
     infinite = [found in (["\\infty"], ["+", "\\infty"], ["-", "\\infty"]) for found in (given, reference)]
     if any(infinite):
         return all(infinite) and given.count("-") == reference.count("-")
+    left = right = None
     try:
         left, right = parse(given), parse(reference)
         a, b = exact(left), exact(right)
         equal = a == b if a is not None and b is not None else same_value(left, right)
         return equal or rounds(given, right, b) or rounds(reference, left, a)
     except TooLarge:
-        return False
+        return left is not None and reduced(left) == reduced(right)
     except Unreadable:
         return by_algebra(given, reference, algebra)
 
@@ -561,10 +688,11 @@ def rounds(found: Tokens, tree: tuple, rational: Fraction | None) -> bool:
 
 
 def by_algebra(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
-    """The verdict on formulas beyond latex.py. The algebra knows no words, and takes x for X; where neither side
-    has a construct that is its own, there is nothing to ask."""
+    """The algebra's verdict on formulas that latex.py cannot read, if one has a construct of FOR_ALGEBRA. It knows no
+    words and does not tell x from X, so those are unequal."""
     letters = {token for token in (*given, *reference) if token.isalpha()}
     words = any(token[0] == '"' for token in (*given, *reference))
     if words or not FOR_ALGEBRA & {*given, *reference} or len({letter.lower() for letter in letters}) < len(letters):
         return False
-    return algebra(*(re.sub(r":(\w+)", r"{p\1}", " ".join(found)) for found in (given, reference))) if algebra else None
+    texts = [re.sub(r":(\w+)", r"{p\1}", " ".join(apart(found))) for found in (given, reference)]
+    return algebra(*texts) if algebra else None

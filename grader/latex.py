@@ -1,18 +1,18 @@
-"""latex.py: reads a formula as people and models write it (LaTeX, plain text, or a mixture), and computes its worth.
+"""latex.py: reads a formula as people and models write it (LaTeX, plain text, Python), and computes its value.
 
     tokens(text)        -> list of tokens    without spacing, fonts and delimiter sizes; a word is one token: '"cm'
     parse(tokens)       -> tree              nested tuples; Unreadable if the grammar below does not know it
     exact(tree)         -> Fraction | None   rational arithmetic; None if anything else takes part
     same_value(a, b)    -> bool              all other formulas, compared at points where both are defined
 
-Nothing here simplifies, and nothing runs long: there is a limit on the length and depth of a text, the atoms of a
-formula, the bits of an integer and the size of every intermediate value (Unreadable and TooLarge). Formulas are
-evaluated to 60 digits at a few real and a few whole points; they are the same if they agree to 45 digits at each.
-Different formulas do not agree that far by accident, and whoever can construct such a pair knows the answer.
+Nothing here simplifies, and nothing takes long. The length and depth of a text, the atoms of a formula, the bits of an
+integer and the size of every intermediate value have limits (Unreadable and TooLarge). Formulas are evaluated to 60
+digits at a few real and a few whole points. They are the same if they agree to 45 digits at each. Different formulas do
+not agree that far by accident, and whoever can construct such a pair knows the answer.
 
-Readings that could be argued about: 2^10 is 1024; \\frac12 is a half; 3\\frac12 and 3 1/2 are mixed numbers, any
-other two numbers side by side are nothing; a/bc is (a/b)c; \\log has a base that nobody gave, so \\log 100 is not 2;
-e and i are the constants; I(0) and f(x) are names, not products; x is never X.
+Ambiguous forms: 2^10 is 1024. \\frac12 is a half. 3\\frac12 and 3 1/2 are mixed numbers; other numbers side by side are
+unreadable. a/bc is (a/b)c. \\log has an unknown base, so \\log 100 is not 2. 0.1(6) is 1/6. e and i are the constants.
+I(0) and f(x) are names, not products. x is not X. \\angle ABC is \\angle CBA, not \\angle BAC.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ import zlib
 from collections.abc import Iterator
 from fractions import Fraction
 
-MAX_LENGTH = 4000  # characters of an answer
+MAX_LENGTH = 4000  # characters of an answer, long runs of digits aside
+MAX_DIGITS = 100_000  # characters with them
 MAX_DEPTH = 50  # nested groups
 MAX_ATOMS = 500  # numbers and names in a formula
-MAX_BITS = 20_000  # of an exact integer: 2025! still fits
+MAX_BITS = 4_000_000  # of an exact integer, for all numbers of a formula together: 10^{300000} still fits
 MAX_EXPONENT = 10_000  # decimal exponent of any intermediate value
 DIGITS, AGREE = 60, 45  # decimal digits computed, and compared
 
@@ -53,10 +54,12 @@ UNICODE = str.maketrans({
     "π": "\\pi ", "θ": "\\theta ", "α": "\\alpha ", "β": "\\beta ", "γ": "\\gamma ", "λ": "\\lambda ", "μ": "\\mu ",
     "φ": "\\phi ", "ω": "\\omega ", "σ": "\\sigma ", "Δ": "\\Delta ", "√": "\\surd ", "∞": "\\infty ", "°": "\\degree ",
     "ℝ": "\\mathbb{R}", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ", "±": "\\pm ",
-    "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "²": "^2 ", "³": "^3 ",
-    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}",
-    "′": "'", "’": "'", "％": "%", "，": ",", "\u200b": "", "\u2009": " ", "\u202f": " ", "\xa0": " ",
+    "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "∖": "\\setminus ",
+    "½": "\\frac{1}{2}", "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "′": "'", "’": "'",
+    **dict.fromkeys("\u200b\u200c\u200d\u2060\u2061\ufeff\xad", ""),
+    **{chr(code + 0xFEE0): chr(code) for code in range(ord("!"), ord("~") + 1)},  # full width
 })  # fmt: skip
+RAISED, LOWERED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "₀₁₂₃₄₅₆₇₈₉₊₋"
 
 SPELLINGS = {
     "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac", "\\dbinom": "\\binom", "\\tbinom": "\\binom",
@@ -69,39 +72,56 @@ SPELLINGS = {
     "\\lparen": "(", "\\rparen": ")", "\\thinspace": "", "\\approxeq": "\\approx", "\\simeq": "\\approx", "\\land": ",",
     "\\lor": ",", "\\wedge": ",", "\\vee": ",", "\\&": ",", "\\tg": "\\tan", "\\ctg": "\\cot", "\\varphi": "\\phi",
     "\\varepsilon": "\\epsilon", "\\hbox": "", "\\boxed": "", "\\fbox": "", "\\#": "", "\\pounds": "£", "\\euro": "€",
+    "\\(": "", "\\)": "", "\\[": "", "\\]": "", "\\backslash": "\\setminus", "\\smallsetminus": "\\setminus",
+    "\\textdegree": "°", "\\textdollar": "$", "\\AM": '"am', "\\PM": '"pm',
 }  # fmt: skip
 
 IGNORED = vocabulary(
     "left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle "
-    "textstyle scriptstyle limits nolimits quad qquad mathbf boldsymbol bm mathit mathsf mathtt mathcal "
-    "mathnormal bf rm it normalsize large Large text textbf textit textrm textsf mbox mathrm operatorname "
-    "operatorname* emph underline allowbreak nonumber hfill enspace"
+    "textstyle scriptstyle limits nolimits quad qquad mathbf boldsymbol bm mathit mathsf mathtt mathcal mathscr "
+    "mathfrak mathnormal bf rm it sf tt bfseries itshape rmfamily tiny scriptsize footnotesize small normalsize large "
+    "Large LARGE huge Huge text textbf textit textrm textsf texttt textsc textsl textup textmd textnormal mbox mathrm "
+    "mathup mathop mathord mathrel mathbin operatorname operatorname* emph underline ensuremath allowbreak nonumber "
+    "hfill enspace enskip space nobreakspace medspace thickspace negthinspace strut mathstrut noindent relax"
 )
 FUNCTIONS = vocabulary(
-    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh coth ln log lg exp sqrt max min gcd lcm floor ceil"
+    "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh coth ln log lg exp sqrt max min gcd lcm floor ceil "
+    "abs factorial binomial"
 )
+PYTHON = {
+    "log": "\\ln", "log10": "\\lg", "log2": "\\log_2", "acos": "\\arccos", "asin": "\\arcsin", "atan": "\\arctan",
+    "inf": "\\infty", "e": "e", "pi": "\\pi", "comb": "\\binomial", "cbrt": "\\sqrt[3]", "float64": "", "float32": "",
+    "int64": "", "int32": "",
+}  # fmt: skip
 GREEK = vocabulary(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi "
     "chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega ell hbar odot angle triangle partial nabla"
 )
 ACCENTS = vocabulary("vec hat bar overline dot ddot tilde widehat overrightarrow mathbb")
 MATRICES = {"pmatrix", "bmatrix", "matrix", "array", "smallmatrix", "Bmatrix"}  # one thing, bracketed variously
-LAYOUTS = {"aligned", "align", "gathered", "gather", "equation", "split", "center"}
+LAYOUTS = {"aligned", "align", "gathered", "gather", "equation", "split", "center", "math", "displaymath"}
 WORDS = vocabulary("yes no true false none odd even all undefined")
 
+SPACES = r"(?:[\s~$]|\\[,;:! ]|\\quad)*"
+IN_TEXT = r"\\(?:text(?:bf|it|rm|sf|tt|sc|sl|up|md|normal)?|[mh]box|mathrm|operatorname\*?)\s*\{"
+HALF_DAY = re.compile(
+    rf"(?<![\d.:^])(?<!\d,)(?P<time>\d{{1,2}}(?:{SPACES}:{SPACES}\d\d){{0,2}})(?P<gap>{SPACES})(?P<text>{IN_TEXT}{SPACES})?"
+    rf"(?P<half>[AaPp])(?P<dot>\.?)\s?(?P<m>[Mm])(?!\s?[\w^/])\.?(?(text){SPACES}\}})"
+)
 GROUPED = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\{,\}|,\\!\s{0,3}|\\[, ;!]|~| )\d{3})+(?![\d/])")
 LEXER = re.compile(
-    r"(?P<repeating>\d*\.\d*\\(?:overline|bar|dot)\s*(?:\{\d+\}|\d)(?:\d*\\dot\s*(?:\{\d\}|\d))?|\d+\.\(\d+\))"
+    r"(?P<repeating>\d*\.\d*\\(?:overline|bar|dot)\s*(?:\{\d+\}|\d)(?:\d*\\dot\s*(?:\{\d\}|\d))?"
+    r"|\d*\.\(\d+\)|\d*\.\d+\(\d+\)(?=\s*(?:$|[,;.$}]|\\[\])])))"
     r"|(?P<number>(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)"
     r"|(?P<degree>\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z])))"
     r"|(?P<prime>\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![a-zA-Z])))"
-    r"|\\(?:text|textbf|textit|textrm|textsf|mbox|mathrm|operatorname\*?)\s*\{(?P<words>(?:[^{}]|\{[^{}]*\})*)\}"
-    r"|\\(?:(?:text)?color|[hv]space\*?|tag|label)\s*\{[^{}]*\}"
+    rf"|{IN_TEXT}(?P<words>(?:[^{{}}]|\{{[^{{}}]*\}})*)\}}"
+    r"|\\(?:(?:text)?color|[hv]space\*?|tag|label|[hv]?phantom)\s*\{[^{}]*\}"
     r"|(?P<environment>\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}(?:\s*\{[clr|]*\})?)"
     r"|(?P<relation>[<>]=|(?<![\d)}])!=|\\\\)"
-    r"|\\[,;:!> ]|[\s~$]+|\\(?=\d)"
-    r"|(?P<command>\\[A-Za-z]+\*?|\\.)"
-    r"|(?P<run>[A-Za-z]+)"
+    r"|\\[,;:!> ]|[\s~$]+|\\(?=\d|\s*$)"
+    r"|(?P<command>\\operatorname\*|\\[A-Za-z]+|\\.)"
+    r"|(?P<run>[^\W\d_]+)"
     r"|(?P<character>.)",
     re.DOTALL,
 )
@@ -111,13 +131,17 @@ def tokens(text: str) -> list[str]:
     """The tokens of an answer. A word is '"' followed by its spelling, everything else stands for itself.
 
     Raises Unreadable beyond MAX_LENGTH or MAX_DEPTH."""
-    if len(text) > MAX_LENGTH:
+    if len(text) > MAX_DIGITS or len(re.sub(r"\d{9,}", "", text)) > MAX_LENGTH:
         raise Unreadable(f"longer than {MAX_LENGTH} characters")
-    text = GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text.translate(UNICODE))
+    text = text if text.isascii() else ascii_signs(text)
+    text = GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
     text = re.sub(r"(\d)\s*x\s*(10\s*\^)", r"\1*\2", text)
-    text = re.sub(
-        r"(?<=\d)\s*(?:\\[ ,;]\s?)?((?:k?m|cm|ft|mi)/(?:s|h|hr|min)(?:\^\{?2\}?)?)$", r"\\text{ \1}", text.strip()
-    )
+    text = re.sub(r"(?<=\d)\s*(?:\\[ ,;]\s?)?((?:k?m|cm|ft|mi)/(?:s|h|hr|min)(?:\^\{?2\}?)?)\s*$", r"\\text{ \1}", text)
+    text = re.sub(r"\b(?:np|numpy|math|sp|scipy|sympy)\.([a-z]+\d*)", python_name, text)
+    text = re.sub(r"(?<=[\w)}])\s?\*\*\s?(?=[\w(-])", "^", text)
+    text = re.sub(r"([\])}]\s?)-(?=\s?\\\{)", r"\1\\setminus", text)
+    text = re.sub(r"\\(?:mathbb\s*)?R\b", r"\\mathbb{R}", text)
+    text = HALF_DAY.sub(half_day, re.sub(rf"{IN_TEXT}\s*(\d\d?:\d\d[^{{}}]*)\}}", r"\1", text))
     words = re.fullmatch(r"\s*[A-Za-z][A-Za-z' .()-]*", text)
     if words and any(len(run) > 3 or run.lower() in WORDS for run in re.findall("[A-Za-z]+", text)):
         return word(text)
@@ -148,6 +172,29 @@ def tokens(text: str) -> list[str]:
     if depth(result) > MAX_DEPTH:
         raise Unreadable(f"more than {MAX_DEPTH} nested groups")
     return result
+
+
+def ascii_signs(text: str) -> str:
+    """The text with ASCII digits for decimal digits of all scripts, and in LaTeX what Unicode has as one character."""
+    for sign, digits in (("^", RAISED), ("_", LOWERED)):
+        plain = str.maketrans(digits, "0123456789+-")
+        text = re.sub(f"[{digits}]+", lambda run: f"{sign}{{{run.group().translate(plain)}}} ", text)  # noqa: B023
+    return re.sub(r"\d", lambda digit: str(int(digit.group())), text.translate(UNICODE))
+
+
+def python_name(match: re.Match) -> str:
+    """The LaTeX for a name of numpy or math; the text itself for one that is not known here."""
+    name = match[1]
+    return PYTHON.get(name, "\\" + name if name in FUNCTIONS else match[0])
+
+
+def half_day(match: re.Match) -> str:
+    """A clock time with its a.m. or p.m. as one command, however that is written. 2AM and 2am may be products."""
+    time = match["time"]
+    if ":" not in time and not (match["gap"] or match["text"] or match["dot"]):
+        return match[0]
+    hour = ":00" if ":" not in time and (match["dot"] or match["m"] == "M") else ""
+    return f"{time}{hour}\\{match['half'].upper()}M "
 
 
 def word(text: str, roman: bool = False) -> list[str]:
@@ -181,9 +228,19 @@ def run(letters: str, apart: bool) -> list[str]:
         return [","]
     if letters == "infinity":
         return ["\\infty"]
-    if apart and (len(letters) > 3 or letters.lower() in WORDS or letters in UNITS):
+    if apart and (len(letters) > 3 or letters.lower() in WORDS or letters in UNITS) and letters.isascii():
         return ['"' + letters]
-    return list(letters)
+    return [letters] if len(letters) > 2 or not letters.isascii() else list(letters)
+
+
+def is_run(token: str) -> bool:
+    """Whether it is letters that stand together: a word or a product, which only what surrounds them can tell."""
+    return len(token) > 1 and token.isalpha()
+
+
+def apart(found: list[str]) -> list[str]:
+    """The tokens with each run of letters as a product."""
+    return [part for token in found for part in (token if is_run(token) else (token,))]
 
 
 UNITS = vocabulary("cm mm km kg mL min sec hr hrs deg mph ft lb oz")
@@ -210,7 +267,7 @@ def depth(found: list[str]) -> int:
 def parse(found: list[str]) -> tuple:
     """The tree of a formula: ("number", Fraction), ("name", str), ("sum" | "product", tree, ...),
     ("power", tree, tree), ("call", function, tree, ...)."""
-    parser = Parser(list(found))
+    parser = Parser(found)
     tree = parser.whole()
     if parser.at != len(parser.found):
         raise Unreadable(f"{parser.peek()!r} after the end of a formula")
@@ -218,7 +275,7 @@ def parse(found: list[str]) -> tuple:
 
 
 def is_number(token: str) -> bool:
-    return token[:1].isdigit() or (token[:1] == "." and len(token) > 1)
+    return token[:1].isdecimal() or (token[:1] == "." and len(token) > 1)
 
 
 MINUS_ONE = ("number", Fraction(-1))
@@ -228,8 +285,8 @@ class Parser:
     """Recursive descent: sum > product > signed > power > atom."""
 
     def __init__(self, found: list[str]):
-        self.found, self.at, self.in_bars = found, 0, False
-        if sum(map(self.starts_atom, found)) > MAX_ATOMS:
+        self.found, self.at, self.in_bars = apart(found), 0, False
+        if sum(map(self.starts_atom, self.found)) > MAX_ATOMS:
             raise TooLarge(f"more than {MAX_ATOMS} numbers and names")
 
     def peek(self, ahead: int = 0) -> str:
@@ -311,7 +368,7 @@ class Parser:
         token = self.peek()
         if token == "{":
             return self.group("{", "}")
-        if digit and token.isdigit() and len(token) > 1:
+        if digit and token.isdecimal() and len(token) > 1:
             self.found[self.at : self.at + 1] = [token[0], token[1:]]
         if token in ("+", "-"):
             return self.signed()
@@ -361,16 +418,16 @@ class Parser:
             base = self.raw()
             return ("number", literal(token)) if base == "10" else ("name", f"{token}_{base}")
         value = literal(token)
-        if token.isdigit():
+        if token.isdecimal():
             if self.peek() == "\\frac":
                 start = self.at
                 above, below = self.found_fraction()
                 if above is not None:
                     return ("number", value + Fraction(above, below))
                 self.at = start
-            elif self.peek().isdigit() and self.peek(1) == "/" and self.peek(2).isdigit() and int(self.peek(2)):
+            elif self.peek().isdecimal() and self.peek(1) == "/" and self.peek(2).strip("0").isdecimal():
                 above, _, below = self.take(), self.take(), self.take()
-                return ("number", value + Fraction(int(above), int(below)))
+                return ("number", value + literal(above) / literal(below))
         return ("number", value)
 
     def found_fraction(self) -> tuple[int, int] | tuple[None, None]:
@@ -397,6 +454,10 @@ class Parser:
         name = self.take()
         if name[1:] in ACCENTS and name[0] == "\\":
             name += " " + self.raw()
+        if name == "\\angle":
+            while self.peek().isalpha():
+                name += self.take()
+            name = "\\angle" + min(name[6:], name[:5:-1])  # ABC is CBA, not BAC
         name = name.lstrip('"')
         while self.peek() in ("_", "'"):
             name += self.take()
@@ -417,7 +478,7 @@ class Parser:
                 exponent = self.argument(digit=False)
             else:
                 base = self.argument()
-        if function in ("max", "min", "gcd", "lcm"):
+        if function in ("max", "min", "gcd", "lcm", "binomial"):
             self.take("(")
             arguments = [self.sum()]
             while self.peek() == ",":
@@ -446,60 +507,87 @@ class Parser:
 def literal(token: str) -> Fraction:
     """The value of a number as it is written: 12, 0.5, .5, 4.5e33, 0.1(6)."""
     mantissa, _, exponent = token.lower().partition("e")
-    if len(exponent) > 6 or abs(int(exponent or 0)) > MAX_EXPONENT or len(mantissa) > 4000:
-        raise TooLarge(token[:40])
     whole, _, decimals = mantissa.partition(".")
     decimals, _, period = decimals.rstrip(")").partition("(")
-    value = Fraction(int((whole + decimals) or 0), 10 ** len(decimals))
+    if len(exponent) > 6 or abs(int(exponent or 0)) > MAX_EXPONENT or len(decimals + period) > 4000:
+        raise TooLarge(token[:40])
+    value = Fraction(integer((whole + decimals) or "0"), 10 ** len(decimals))
     if period:
         value += Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(decimals))
     return value * Fraction(10) ** int(exponent or 0)
 
 
+def integer(digits: str) -> int:
+    """int(digits) without Python's limit on their number, nor its quadratic time."""
+    half = len(digits) // 2
+    return int(digits) if half < 2000 else integer(digits[:-half]) * 10**half + integer(digits[-half:])
+
+
 # 3. Values
 
 
-def exact(tree: tuple) -> Fraction | None:
-    """The value of rational arithmetic (factorials, binomials, floors included); None if anything else takes part."""
+def exact(tree: tuple, most: int = 0) -> Fraction | None:
+    """The value of rational arithmetic (factorials, binomials, floors included); None if anything else takes part.
+
+    most: bits of an integer; the more numbers a formula has, the fewer, so that none takes long."""
+    most = most or max(MAX_BITS // atoms(tree), 20_000)
     kind, *parts = tree
     if kind == "number":
-        return bounded(parts[0])
+        return bounded(parts[0], most)
     if kind == "name":
         return None
     function = parts.pop(0) if kind == "call" else ""
     values = []
     for part in parts:
-        value = exact(part)
+        value = exact(part, most)
         if value is None:
             return None
         values.append(value)
     if kind == "sum":
-        return functools.reduce(lambda x, y: bounded(x + y), values)
+        return functools.reduce(lambda x, y: bounded(x + y, most), values)
     if kind == "product":
-        return functools.reduce(lambda x, y: bounded(x * y), values)
+        return functools.reduce(lambda x, y: bounded(x * y, most), values)
     if kind == "power":
-        return exact_power(*values)
-    return exact_call(function, values)
+        return exact_power(*values, most)
+    return exact_call(function, values, most)
 
 
-def bounded(value: Fraction) -> Fraction:
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+def atoms(tree: tuple) -> int:
+    return 1 if tree[0] in ("number", "name") else sum(atoms(part) for part in tree[1:] if isinstance(part, tuple))
+
+
+def bounded(value: Fraction, most: int) -> Fraction:
+    if value.numerator.bit_length() > most or value.denominator.bit_length() > 20_000:
         raise TooLarge("an integer of too many digits")
     return value
 
 
-def exact_power(base: Fraction, exponent: Fraction) -> Fraction | None:
+def exact_power(base: Fraction, exponent: Fraction, most: int) -> Fraction | None:
     if exponent.denominator != 1:
         return None
     if base == 0 and exponent <= 0:
         raise Unreadable("a power of zero")
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    if abs(base) != 1 and bits * abs(exponent) > MAX_BITS:
+    if abs(base) != 1 and (bits - 1) * abs(exponent) > (most if base.denominator == 1 and exponent > 0 else 20_000):
         raise TooLarge("a tower of powers")
     return base ** int(exponent) if abs(base) != 1 else base ** int(exponent % 2)
 
 
-def exact_call(function: str, values: list[Fraction]) -> Fraction | None:
+def reduced(tree: tuple, most: int = 0) -> tuple:
+    """The tree with all rational arithmetic done that does not become too large: two towers of powers are equal if they
+    have equal parts."""
+    if tree[0] in ("number", "name"):
+        return tree
+    most = most or max(MAX_BITS // atoms(tree), 20_000)
+    tree = tuple(reduced(part, most) if isinstance(part, tuple) else part for part in tree)
+    try:
+        value = exact(tree, most) if all(part[0] == "number" for part in tree if isinstance(part, tuple)) else None
+    except Unreadable:
+        value = None
+    return tree if value is None else ("number", value)
+
+
+def exact_call(function: str, values: list[Fraction], most: int) -> Fraction | None:
     if function in ("floor", "ceil", "abs"):
         return Fraction({"floor": math.floor, "ceil": math.ceil, "abs": abs}[function](values[0]))
     if function in ("max", "min"):
@@ -508,10 +596,10 @@ def exact_call(function: str, values: list[Fraction]) -> Fraction | None:
     if function in ("factorial", "binomial", "gcd", "lcm"):
         if whole != values or min(whole) < 0:
             raise Unreadable(f"{function} of a number that is not whole")
-        if max(whole) > MAX_BITS // 8 and function in ("factorial", "binomial"):
+        if max(whole) > most // 16 and function in ("factorial", "binomial"):
             raise TooLarge(function)
         operation = {"factorial": math.factorial, "binomial": math.comb, "gcd": math.gcd, "lcm": math.lcm}[function]
-        return bounded(Fraction(operation(*whole)))
+        return bounded(Fraction(operation(*whole)), most)
     return None
 
 
@@ -543,7 +631,7 @@ def arithmetic():
 
 def point(name: str, number: int):
     """What an unknown is worth at that point: 0-2 are positive, 3 negative, 4-5 of either sign, the others whole."""
-    draw = zlib.crc32(f"{number} {name} {number}".encode())
+    draw = zlib.crc32(f"{number} {name} {number}".encode(errors="surrogatepass"))
     if number >= 6:
         return arithmetic().mpf(1 + (draw >> 9) % (12 if number < 9 else 60))
     size = arithmetic().mpf(3 + draw % 99991) / 50021 + arithmetic().mpf(1) / 7
@@ -595,7 +683,7 @@ def uses_i(tree: tuple) -> bool:
 
 
 def close(x, y) -> bool:
-    return abs(x - y) <= arithmetic().mpf(10) ** -AGREE * max(abs(x), abs(y))
+    return abs(x - y) * 10**AGREE <= max(abs(x), abs(y))
 
 
 def value(tree: tuple, where: dict):

@@ -75,9 +75,9 @@ class Signals:
 
     @contextlib.contextmanager
     def interruptible(self, collective: bool = False) -> Iterator[None]:
-        """Work that changes nothing which a checkpoint holds, without collective calls: a signal ends it anywhere.
+        """For work that changes nothing in a checkpoint: a signal ends it anywhere.
 
-        At its end all ranks stop or none.
+        With several ranks not in work with collective calls. At its end all ranks stop or none.
         """
         self.check_all()
         with contextlib.suppress(Stopped):

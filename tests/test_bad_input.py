@@ -204,7 +204,7 @@ def test_command_line(place, short_model, mistake, phrases, capsys, monkeypatch)
         lines({**row, "answer": "\\frac{"} for row in GOOD),
         "0 usable problems",
         "8 for their answer, the first is d.jsonl:1",
-        "does not grade itself as right",
+        "does not grade itself as correct",
     ),
 )
 def test_data(place, short_model, mistake, phrases, capsys):
