@@ -13,13 +13,9 @@ runtime.run runtime.optimizer
 plot
 eval
 verify rollout runtime.checkpoint runtime.signals
-<<<<<<< HEAD
 runtime.sharding
-runtime.model sampling.decoder grader.equality replay runtime.bufferfile
-=======
-runtime.model sampling.decoder grader.worker replay
+runtime.model sampling.decoder grader.worker replay runtime.bufferfile
 grader.equality
->>>>>>> wt-a
 sampling.kvcache sampling.gumbel grader.latex runtime.problems runtime.config runtime.files runtime.ranks
 entropy runtime.attention
 runtime.errors
