@@ -143,6 +143,9 @@ def test_config_file(place, short_model, mistake, phrases, capsys):
     ("config in no home", "--config=$NOWHERE/a.yaml", "--config = '$NOWHERE/a.yaml'", "NOWHERE is not set"),
     ("unknown key and its value", "--batchsize 3", "command line: --batchsize: unknown key", "'batch_size'?"),
     ("tiny temperature", "--temperature=1e-40", "temperature = '1e-40'", "at least 1e-06"),
+    ("huge temperature", "--temperature=1e60", "temperature = '1e60'", "at most 1000000"),
+    ("huge temperature of evaluations", "--eval_temperature=1e60", "eval_temperature = '1e60'", "at most 1000000"),
+    ("tiny top_p of evaluations", "--eval_top_p=1e-46", "eval_top_p = '1e-46'", "at least 1e-06 and at most 1"),
     ("tiny temperature of evaluations", "--eval_temperature=1e-40", "'1e-40', allowed: 0, or at least 1e-06"),
     ("config without a name", "--config", "--config needs a value"),
     ("unknown key", "--batchsize=3", "command line: --batchsize", "did you mean 'batch_size'?"),
@@ -232,7 +235,7 @@ def test_data_source(place, short_model, mistake, phrases, capsys):
 def test_steps_that_the_epochs_do_not_reach_are_said_at_the_start(place, short_model, capsys, steps, said):
     options = f"--steps={steps} --epochs=1 --group_size=2 --max_new_tokens=2 --slots=4 --check_answers=off"
     r3.main([*train_arguments(short_model), *options.split()])
-    assert ("steps = 3: epochs = 1 of 2 steps end after 2\n" in capsys.readouterr().err) == said
+    assert ("steps = 3, but the run ends after 2: epochs = 1\n" in capsys.readouterr().err) == said
 
 
 def test_a_run_needs_a_directory_that_the_user_named(place, capsys):
@@ -379,9 +382,11 @@ def test_model(place, short_model, mistake, phrases, capsys):
     ("temperature nan", "--model m --data good.jsonl --temperature nan", "temperature = 'nan'", "a finite number"),
     ("temperature inf", "--model m --data good.jsonl --temperature inf", "temperature = 'inf'", "a finite number"),
     ("tiny temperature", "--model m --data good.jsonl --temperature 1e-40", "allowed: 0, or at least 1e-06"),
+    ("huge temperature", "--model m --data good.jsonl --temperature 1e60", "temperature = '1e60'", "at most 1000000"),
+    ("tiny top_p", "--model m --data good.jsonl --top-p 1e-46", "top_p = '1e-46'", "at least 1e-06 and at most 1"),
     ("small temperature", "--model m --data good.jsonl --temperature 9e-7", "allowed: 0, or at least 1e-06"),
-    ("top_p above one", "--model m --data good.jsonl --top-p 2", "top_p = '2'", "above 0 and at most 1"),
-    ("top_p of nothing", "--model m --data good.jsonl --top-p 0", "top_p = '0'", "above 0 and at most 1"),
+    ("top_p above one", "--model m --data good.jsonl --top-p 2", "top_p = '2'", "at least 1e-06 and at most 1"),
+    ("top_p of nothing", "--model m --data good.jsonl --top-p 0", "top_p = '0'", "at least 1e-06 and at most 1"),
     ("top_p that is no number", "--model m --data good.jsonl --top-p nan", "top_p = 'nan'", "a finite number"),
     ("result in a missing folder", "--model m --data good.jsonl --out no/a.jsonl", "--out no/a.jsonl", "folder"),
     ("result in no home", "--model m --data good.jsonl --out $NOWHERE/a", "--out: out = '$NOWHERE/a'", "is not set"),
