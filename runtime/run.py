@@ -117,7 +117,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     (run.evaluated,) = ranks.sum([run.logs.evaluated if ranks.main else 0])
     stack.callback(run.logs.close)
     if run.steps < (c.steps or 0):
-        left_out.append(f"steps = {c.steps}, but the run ends after {run.steps}: epochs = {c.epochs}")
+        left_out.append(f"steps = {c.steps}: epochs = {c.epochs} of {run.steps_an_epoch} steps end after {run.steps}")
     if ranks.main:
         print(*left_out, sampler.memory(), sep="\n", file=sys.stderr)
     return run

@@ -235,7 +235,7 @@ def test_data_source(place, short_model, mistake, phrases, capsys):
 def test_steps_that_the_epochs_do_not_reach_are_said_at_the_start(place, short_model, capsys, steps, said):
     options = f"--steps={steps} --epochs=1 --group_size=2 --max_new_tokens=2 --slots=4 --check_answers=off"
     r3.main([*train_arguments(short_model), *options.split()])
-    assert ("steps = 3, but the run ends after 2: epochs = 1\n" in capsys.readouterr().err) == said
+    assert ("steps = 3: epochs = 1 of 2 steps end after 2\n" in capsys.readouterr().err) == said
 
 
 def test_a_run_needs_a_directory_that_the_user_named(place, capsys):
