@@ -204,8 +204,8 @@ class Options:
     n: int = bounded(16, low=1)  # samples per problem
     k: list[int] | None = bounded(None, low=1)  # which pass@k to report; none: 1 and n
     max_new_tokens: int | None = bounded(None, low=1)  # none: 32768, or what the model has room for
-    temperature: float = bounded(0.6, low=1e-6, also=0)  # 0: greedy
-    top_p: float = bounded(0.95, above=0, high=1)  # nucleus
+    temperature: float = bounded(0.6, low=1e-6, high=10**6, also=0)  # 0: greedy; what fp32 logits can be divided by
+    top_p: float = bounded(0.95, low=1e-6, high=1)  # nucleus
     seed: int = bounded(0, low=0)  # of all draws
     slots: int = bounded(64, low=1)  # responses sampled at the same time
     device: str = "auto"  # auto, cpu, cuda, cuda:N

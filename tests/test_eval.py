@@ -206,3 +206,10 @@ def test_the_smallest_temperature_draws_what_greedy_does(model_folder, problem_f
         return [json.loads(line)["response"] for line in out.read_text().splitlines()]
 
     assert responses("1e-6") == responses("0")
+
+
+@pytest.mark.parametrize("temperature", ["0", "1e-6", "1e6"])
+@pytest.mark.parametrize("top_p", ["1e-6", "1"])
+def test_temperature_and_top_p_work_at_their_bounds(model_folder, problem_file, temperature, top_p):
+    args = ["--model", model_folder, "--data", problem_file, "--n", 1, "--max-new-tokens", 4, "--limit", 2]
+    evaluation.main([*map(str, args), f"--temperature={temperature}", f"--top-p={top_p}"])
