@@ -97,7 +97,7 @@ class Config:
     group_size: int = bounded(8, low=2)  # G, responses per prompt
     max_prompt_tokens: int = bounded(1024, low=1)  # plain prompts; longer ones are left out and counted
     max_new_tokens: int = bounded(8192, low=1)  # response budget (paper: 8K in training)
-    temperature: float = bounded(1.0, low=1e-6)  # of sampling, and of every log-prob and entropy
+    temperature: float = bounded(1.0, low=1e-6, high=10**6)  # of sampling, and of every log-prob and entropy
     top_p: float = 1.0  # 1: anything else is refused in training, for the ratio would compare two distributions
     top_k: int = 0  # 0: anything else is refused in training
     slots: int = bounded(96, low=1)  # responses sampled at the same time (max_num_seqs); each holds its cache
@@ -161,8 +161,8 @@ class Config:
     rank_timeout: float = bounded(60.0, above=0)  # seconds without a sign of life until a rank counts as dead
     eval_every: int = bounded(50, low=1)  # steps between evaluations
     eval_n: int = bounded(16, low=1)  # N, samples per problem (paper: 16)
-    eval_temperature: float = bounded(0.6, low=1e-6, also=0)  # 0: greedy
-    eval_top_p: float = bounded(0.95, above=0, high=1)  # nucleus
+    eval_temperature: float = bounded(0.6, low=1e-6, high=10**6, also=0)  # 0: greedy
+    eval_top_p: float = bounded(0.95, low=1e-6, high=1)  # nucleus
     eval_at_start: bool = True  # evaluate the base model
     eval_at_end: bool = True  # evaluate after the last step
     eval_limit: int | None = bounded(None, low=1)  # only the first so many problems

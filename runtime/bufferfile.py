@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -73,7 +73,7 @@ def batches(buffer, numbers: Iterable[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def load(buffer, training: Path, ranks: Ranks, uids: Collection[str]) -> None:
+def load(buffer, training: Path, ranks: Ranks, keep=lambda uid: True) -> None:
     """Fills the buffer of this rank: with its own files, or with its uids out of those of another number of ranks."""
     lists, files = sorted(training.glob("buffer_*.json")), {}
     if same := len(lists) == ranks.size:
@@ -87,5 +87,5 @@ def load(buffer, training: Path, ranks: Ranks, uids: Collection[str]) -> None:
             yield part
 
     states = [json.loads(path.read_text()) for path in lists]
-    buffer.load_state_dict(*(state | {"parts": read(state["files"])} for state in states), keep=uids.__contains__)
+    buffer.load_state_dict(*(state | {"parts": read(state["files"])} for state in states), keep=keep)
     buffer.files = files if same else {}

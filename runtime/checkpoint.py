@@ -185,5 +185,5 @@ def load(folder: Path, model, optimizer, buffer, ranks: Ranks, uids: Collection[
         name, moment = key.rsplit("/", 1)
         parameter = parameters[name]
         optimizer.state[parameter][moment] = like(value, parameter)
-    bufferfile.load(buffer, training, ranks, uids)
+    bufferfile.load(buffer, training, ranks, uids.__contains__)
     return json.loads((training / "state.json").read_text())
