@@ -388,7 +388,7 @@ def test_start_that_failed_before_its_first_row_does_not_hold_a_run(unbroken, st
             (tmp_path / "run" / "metrics.jsonl").touch()
         raise UserError("slots: too many")
 
-    with at(r3, place, 1, fail), pytest.raises(SystemExit) as end:
+    with at(r3 if place == "collect" else run, place, 1, fail), pytest.raises(SystemExit) as end:
         start(tmp_path / "run", slots=7, **changes)
     assert end.value.code == 2
     start(tmp_path / "run")

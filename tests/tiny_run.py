@@ -200,6 +200,8 @@ def in_child(work, stderr: Path = Path(os.devnull)) -> int:
         code = 0
     except SystemExit as end:
         code = end.code
+    except KeyboardInterrupt:  # before the program has its handlers
+        code = 130
     except BaseException:
         traceback.print_exc()
     finally:
