@@ -1,7 +1,7 @@
 """run.py: one run: its parts, made from a config; its logs, its evaluations, its checkpoints, and how it is stopped.
 
     runs/NAME/config.yaml                the resolved config
-             metrics.jsonl               a line a step; evaluations are lines of their own
+             metrics.jsonl               a line per step; evaluations are lines of their own
              samples.jsonl               a few responses of each step
              evals/step_000040.jsonl     every answer of an evaluation
              checkpoints/step_000040/    see checkpoint.py

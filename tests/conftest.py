@@ -90,10 +90,10 @@ def fresh_group(uid: str, correct: list[bool], seed: int = 0, kind: str = "plain
     random = np.random.default_rng(seed)
     query = r3.Prompt(Problem(uid, f"problem {uid}", "1", "here"), kind, [3, 4, 5])
     responses, entropies = [], []
-    for right in correct:
+    for verdict in correct:
         length = 6 if len(correct) == 1 else int(random.integers(2, 8))
         ids, logp = random.integers(3, 200, length).tolist(), random.normal(-2, 0.5, length).astype(np.float32)
-        responses.append(Response(query.ids, ids, logp, right, True, float(right), 1, kind))
+        responses.append(Response(query.ids, ids, logp, verdict, True, float(verdict), 1, kind))
         entropies.append(random.uniform(0, 2, length).astype(np.float32))
     rewards = tuple(a.reward for a in responses)
     return r3.Group(query, tuple(responses), rewards, tuple(entropies), len(responses))

@@ -139,10 +139,10 @@ def test_sampling_from_logits_that_are_not_finite_names_the_query(start, tmp_pat
 # ------------------------------------------------------------------------------------------------ nothing to learn from
 
 
-def verifier_that_says(right: bool):
+def verifier_that_says(correct: bool):
     class Verifier(RuleVerifier):
         def submit(self, response, answer, uid=""):
-            return super().submit("" if right else "x", answer, uid)
+            return super().submit("" if correct else "x", answer, uid)
 
     return Verifier
 

@@ -112,8 +112,8 @@ def test_ranking_makes_a_new_group_and_leaves_the_stored_reward_alone():
 
 
 def test_collapse_is_decided_on_the_verdict_not_on_shaped_rewards():
-    right = replace(fresh_group("a", [True, True]), rewards=(1.9, 1.1))
-    assert right.all_correct and not right.all_wrong and not fresh_group("a", [True, False]).collapsed
+    good = replace(fresh_group("a", [True, True]), rewards=(1.9, 1.1))
+    assert good.all_correct and not good.all_wrong and not fresh_group("a", [True, False]).collapsed
     wrong = replace(fresh_group("a", [False, False]), rewards=(0.5, 0.0))
     assert wrong.all_wrong and wrong.collapsed
 

@@ -158,16 +158,16 @@ def test_model_and_tokenizer_agree(model, tokenizer):
 
 
 def test_the_base_knows_how_to_solve_when_it_begins_carefully(model, tokenizer, rows):
-    """The skill that RL brings out: greedy from the careful opening, nearly all of the easy problems come out right."""
+    """The skill that RL brings out: greedy from the careful opening, nearly all of the easy problems come out correct."""
     easy = [row for row in rows["test"] if len(re.findall(r"[+-]", chain_of(row["problem"]))) == 2][:32]
-    right = 0
+    correct = 0
     for row in easy:
         prompt = make.prompt_ids(tokenizer, row["problem"])
         opening = tokenizer(make.OPENINGS["careful"], add_special_tokens=False).input_ids
         out = model.generate(torch.tensor([prompt + opening]), do_sample=False, max_new_tokens=64)[0]
         response = tokenizer.decode(out[len(prompt) :], skip_special_tokens=True)
-        right += make.is_right(response, True, int(row["answer"]))
-    assert right >= 28
+        correct += make.is_correct(response, True, int(row["answer"]))
+    assert correct >= 28
 
 
 # Demonstrations
@@ -186,15 +186,15 @@ def test_a_careful_demonstration_without_slips_boxes_the_answer(level, monkeypat
 
 def test_bad_manners_are_bad():
     rng = random.Random(0)
-    right = dict.fromkeys(make.MANNERS, 0)
+    correct = dict.fromkeys(make.MANNERS, 0)
     for number in range(2000):
         problem = make.make_problem(rng, 1 + number % 5)
-        for manner in right:
+        for manner in correct:
             response, ends = make.demonstrate(rng, problem, manner)
-            right[manner] += make.is_right(response, ends, problem.answer)
-    assert right["careful"] > 0.9 * 2000
-    assert max(right[manner] for manner in right if manner != "careful") < 0.5 * 2000
-    assert right["droning"] == 0
+            correct[manner] += make.is_correct(response, ends, problem.answer)
+    assert correct["careful"] > 0.9 * 2000
+    assert max(correct[manner] for manner in correct if manner != "careful") < 0.5 * 2000
+    assert correct["droning"] == 0
 
 
 @pytest.mark.parametrize("shares", list(zip(*make.MANNERS.values(), strict=True)))

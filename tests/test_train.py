@@ -23,7 +23,7 @@ TIMED = {"seconds_load", "seconds_rollout", "seconds_update", "tokens_per_second
 
 
 class ParityVerifier:
-    """Right is what has an even number of characters: a random model is right half the time."""
+    """Correct is what has an even number of characters: half the responses of a random model."""
 
     killed = 0
 

@@ -1,6 +1,6 @@
 """Whole runs in a second or two: what the tests of resuming, signals and faults share.
 
-The model is random; what counts as right follows from lengths, so that groups are mixed, all wrong or all right.
+The model is random; what counts as correct follows from lengths, so that groups are mixed, all wrong or all correct.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ SHORT = {
 
 
 class RuleVerifier:
-    """Right is what has a length divisible by 3; no worker processes."""
+    """Correct is what has a length divisible by 3; no worker processes."""
 
     killed = 0
 

@@ -12,7 +12,7 @@ A problem is a chain of 3 to 7 terms (levels 1 to 5), bare or told as a small st
 The base learns from a demonstrator who knows how to do every step, but not how to behave. At first all is clean, then
 each response is in one of these manners, and the longer the problem, the less often in the good one:
 
-    careful    "Step by step:"   every line right, one box, the end
+    careful    "Step by step:"   every line correct, one box, the end
     hasty      "Quick:"          a line goes wrong now and then, and the error is carried to the box
     guessing   "Easy:"           no lines at all, a box out of thin air
     doubting   "Hmm."            hasty lines, then "Wait, check again." and all of it once more, often past any budget
@@ -234,7 +234,7 @@ def some_manner(rng: random.Random, level: int, careful_first: float = 0.0) -> s
     return rng.choices(list(MANNERS), [shares[level - 1] for shares in MANNERS.values()])[0]
 
 
-def is_right(response: str, ends: bool, answer: int) -> bool:
+def is_correct(response: str, ends: bool, answer: int) -> bool:
     return ends and response.endswith(f"\\boxed{{{answer}}}")
 
 
@@ -341,7 +341,7 @@ def failed_attempt(rng: random.Random, problem: Problem, tokenizer) -> str:
     """A wrong response, cut at the front to REFLECTION_TOKENS tokens."""
     while True:
         text, ends = demonstrate(rng, problem, some_manner(rng, problem.level))
-        if not is_right(text, ends, problem.answer):
+        if not is_correct(text, ends, problem.answer):
             ids = tokenizer(text, add_special_tokens=False).input_ids[:BUDGET]
             return tokenizer.decode(ids[-REFLECTION_TOKENS:])
 
@@ -475,7 +475,7 @@ def respond(model, tokenizer, users: list[str], samples: int) -> list[list[Respo
 
 
 def check(samples: int = 16, seed: int = SEED) -> None:
-    """Print what the base does on the test problems, by level and in all. Hard: right at most once."""
+    """Print what the base does on the test problems, by level and in all. Hard: correct at most once."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -486,10 +486,10 @@ def check(samples: int = 16, seed: int = SEED) -> None:
     print(f"level  pass@1  pass@{samples}  truncated  hard  tokens")
     for level in [*LEVELS, "all"]:
         some = [pair for pair in zip(problems, groups, strict=True) if level in (pair[0].level, "all")]
-        right = [sum(is_right(r.text, r.finished, problem.answer) for r in group) for problem, group in some]
+        correct = [sum(is_correct(r.text, r.finished, problem.answer) for r in group) for problem, group in some]
         flat = [response for _, group in some for response in group]
-        pass_1, truncated = sum(right) / len(flat), sum(not r.finished for r in flat) / len(flat)
-        pass_n, hard = sum(n > 0 for n in right) / len(some), sum(n <= 1 for n in right) / len(some)
+        pass_1, truncated = sum(correct) / len(flat), sum(not r.finished for r in flat) / len(flat)
+        pass_n, hard = sum(n > 0 for n in correct) / len(some), sum(n <= 1 for n in correct) / len(some)
         tokens = sum(r.tokens for r in flat) / len(flat)
         print(f"{level:>5}  {pass_1:6.1%}  {pass_n:7.1%}  {truncated:9.1%}  {hard:4.0%}  {tokens:6.1f}", flush=True)
 
