@@ -16,6 +16,7 @@ import contextlib
 import difflib
 import functools
 import inspect
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -191,28 +192,25 @@ def pack(rows: Sequence[Row], device: torch.device) -> tuple[Tensor, Tensor, Ten
     The last response token predicts nothing and is left out of the input. `index` are the positions whose hidden states
     predict the N response tokens `targets`, EOS included: here alone the mask is made, and from lengths (SPEC 8.3).
     """
-    ids, column, index, targets, lengths = [], [], [], [], []
-    for prompt, response in rows:
+    ids, row, column, index, targets, ends = [], [], [], [], [], [0]
+    for i, (prompt, response) in enumerate(rows):
         assert len(prompt) and len(response), f"empty prompt or response: {len(prompt)}, {len(response)} tokens"
-        index.extend(range(len(ids) + len(prompt) - 1, len(ids) + len(prompt) + len(response) - 1))
+        length = len(prompt) + len(response) - 1
+        index.extend(range(len(ids) + len(prompt) - 1, len(ids) + length))
         ids.extend(prompt)
         ids.extend(response[:-1])
-        lengths.append(len(prompt) + len(response) - 1)
-        column.extend(range(lengths[-1]))
+        row.extend([i] * length)
+        column.extend(range(length))
+        ends.append(len(ids))
         targets.extend(response)
-    sizes = torch.tensor(lengths)
-    ends = F.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
-    row = torch.repeat_interleave(torch.arange(len(rows)), sizes)
-    positions = torch.tensor(column).to(device)
-    packing = {"row": row.to(device), "column": positions, "ends": ends.to(device)}
-    packing |= {"rows": len(rows), "longest": max(lengths)}
-    return (
-        torch.tensor([ids], device=device),
-        positions[None],
-        torch.tensor(index, device=device),
-        torch.tensor(targets, device=device),
-        packing,
-    )
+
+    def moved(values: list[int], dtype=torch.long) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)  # the host does not wait for the device
+
+    positions = moved(column)
+    packing = {"row": moved(row), "column": positions, "ends": moved(ends, torch.int32)}
+    packing |= {"rows": len(rows), "longest": max(end - start for start, end in itertools.pairwise(ends))}
+    return moved(ids)[None], positions[None], moved(index), moved(targets), packing
 
 
 def token_logprobs(model: PreTrainedModel, rows: Sequence[Row], temperature: float) -> tuple[Tensor, Tensor]:

@@ -155,17 +155,21 @@ class SlotCache:
             self.kv = torch.zeros(2, layers, slots, max_len, heads, size, dtype=dtype, device=device).transpose(3, 4)
         else:
             self.kv = torch.zeros(2, layers, slots, heads, max_len, size, dtype=dtype, device=device)
-        self.over_rows = self._sdpa
+        self.over_rows = SlotCache._sdpa  # not bound to this cache, which frees its memory with its last reference
         if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
             if varlen_attn and "seqused_k" in inspect.signature(varlen_attn).parameters:
-                self.over_rows = self._varlen
+                self.over_rows = SlotCache._varlen
             elif flash_attn_with_kvcache:
-                self.over_rows = self._flash
+                self.over_rows = SlotCache._flash
 
     def move(self, places: np.ndarray, sources: np.ndarray, span: int) -> None:
         """Rows `places` become what rows `sources` were, as far as position `span`."""
         at, of = (torch.from_numpy(x).to(self.kv.device) for x in (places, sources))
-        self.kv[:, :, at, :, :span] = self.kv[:, :, of, :, :span]
+        for layer in self.kv.flatten(0, 1):  # one at a time: a copy of all would not fit beside the cache
+            layer[at, :, :span] = layer[of, :, :span]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return (self._attend_prompts if self.prefilling else self._attend_rows)(layer, q, k, v, scale)
 
     # -- prefill: prompts of mixed lengths, packed
 
@@ -173,20 +177,20 @@ class SlotCache:
         """Prompts of these lengths follow each other; `prefilled` (2, layers, K, T, D) takes their keys and values."""
         _, layers, _, heads, _, size = self.kv.shape
         self.prefilled = self.kv.new_empty(2, layers, heads, sum(lengths), size)
-        place = torch.arange(max(lengths), device=self.kv.device)
-        self.is_token = place < torch.tensor(lengths, device=self.kv.device)[:, None]  # (prompts, longest)
-        self.attend = self._attend_prompts
+        row = torch.tensor([i for i, length in enumerate(lengths) for _ in range(length)], dtype=torch.long)
+        column = torch.tensor([i for length in lengths for i in range(length)], dtype=torch.long)
+        self.places = row.to(self.kv.device), column.to(self.kv.device)  # of each token in rows padded on the right
+        self.padded = len(lengths), max(lengths)
+        self.prefilling = True
 
     def _attend_prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         self.prefilled[0, layer], self.prefilled[1, layer] = k.transpose(0, 1), v.transpose(0, 1)
         padded = [self._pad(x) for x in (q, k, v)]  # on the right, where causal tokens do not look
         out = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)[self.is_token]
+        return out.transpose(1, 2)[self.places]
 
     def _pad(self, x: Tensor) -> Tensor:
-        padded = x.new_zeros(*self.is_token.shape, *x.shape[1:])
-        padded[self.is_token] = x
-        return padded.transpose(1, 2)
+        return x.new_zeros(*self.padded, *x.shape[1:]).index_put(self.places, x).transpose(1, 2)
 
     # -- step: one token of each row
 
@@ -194,9 +198,9 @@ class SlotCache:
         """Row i's token is at position `lengths[i]`, (B,). A segment is (first row, end, span): the rows that attend
         together, and how far; span > their lengths."""
         self.rows, self.lengths, self.segments = torch.arange(len(lengths), device=lengths.device), lengths, segments
-        if self.over_rows == self._sdpa:
+        if self.over_rows is SlotCache._sdpa:
             self.masks = [self._mask(lengths[start:end], span) for start, end, span in segments]
-        self.attend = self._attend_rows
+        self.prefilling = False
 
     def _mask(self, lengths: Tensor, span: int) -> Tensor:
         behind = torch.arange(span, device=lengths.device) > lengths[:, None]
@@ -206,7 +210,7 @@ class SlotCache:
     def _attend_rows(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values = self.kv[0, layer], self.kv[1, layer]
         keys[self.rows, :, self.lengths], values[self.rows, :, self.lengths] = k, v
-        return self.over_rows(q, keys, values, scale)
+        return self.over_rows(self, q, keys, values, scale)
 
     def _sdpa(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         B, H, D = q.shape
