@@ -531,10 +531,10 @@ def add_gradient(run: Run, examples: list[Example]) -> dict[str, tuple[Tensor, f
     c, device, lengths = run.config, run.ranks.device, [len(e.response_ids) for e in examples]
 
     def per_token(values, dtype=np.float32) -> Tensor:  # one value per example -> [N]
-        return torch.from_numpy(np.repeat(np.array(values, dtype), lengths)).to(device)
+        return torch.from_numpy(np.repeat(np.array(values, dtype), lengths)).to(device, non_blocking=True)
 
     def joined(values: list[np.ndarray]) -> Tensor:  # (L,) of each example -> [N]
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *values])).to(device)
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *values])).to(device, non_blocking=True)
 
     unknown = [np.full(L, np.nan, np.float32) for L in lengths]
     given = joined([u if e.old_logp is None else e.old_logp for e, u in zip(examples, unknown, strict=True)])

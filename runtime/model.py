@@ -178,12 +178,13 @@ def pack(pairs: Sequence[Pair], device: torch.device) -> tuple[Tensor, Tensor, T
     ids, index, targets, lengths = [], [], [], []
     for prompt, response in pairs:
         assert len(prompt) and len(response), f"empty prompt or response: {len(prompt)}, {len(response)} tokens"
-        index.extend(range(len(ids) + len(prompt) - 1, len(ids) + len(prompt) + len(response) - 1))
+        length = len(prompt) + len(response) - 1
+        index.extend(range(len(ids) + len(prompt) - 1, len(ids) + length))
         ids.extend(prompt)
         ids.extend(response[:-1])
         lengths.append(len(prompt) + len(response) - 1)
         targets.extend(response)
-    ids, index, targets = (torch.tensor(x, device=device) for x in (ids, index, targets))
+    ids, index, targets = (torch.tensor(x).to(device, non_blocking=True) for x in (ids, index, targets))
     packing = Packing(lengths, device)
     return ids[None], packing.positions[None], index, targets, packing
 

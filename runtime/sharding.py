@@ -47,7 +47,7 @@ def shard(model, ranks: Ranks, dtype: torch.dtype, stored: torch.dtype = torch.f
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.to(stored)
-        fully_shard(module, mesh=mesh, mp_policy=rounding)
+        fully_shard(module, mesh=mesh, mp_policy=rounding, reshard_after_forward=True)  # the root, too
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
     model.score = types.MethodType(score, model)
@@ -67,7 +67,7 @@ def recompute_activations(model) -> None:
         def wrapped(*args, forward=forward, **kwargs):
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=again, **kwargs)
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=again, preserve_rng_state=False, **kwargs)
 
         block.forward = wrapped
 

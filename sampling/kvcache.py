@@ -86,17 +86,21 @@ class SlotCache:
             self.kv = torch.zeros(2, layers, slots, max_len, heads, size, dtype=dtype, device=device).transpose(3, 4)
         else:
             self.kv = torch.zeros(2, layers, slots, heads, max_len, size, dtype=dtype, device=device)
-        self.over_slots = self._sdpa
+        self.over_slots = SlotCache._sdpa  # not bound to this cache: its memory is free with its last reference
         if device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
             if varlen_attn and "seqused_k" in inspect.signature(varlen_attn).parameters:
-                self.over_slots = self._varlen
+                self.over_slots = SlotCache._varlen
             elif flash_attn_with_kvcache:
-                self.over_slots = self._flash
+                self.over_slots = SlotCache._flash
 
     def move(self, places: np.ndarray, sources: np.ndarray, span: int) -> None:
         """Slots `places` become what slots `sources` were, as far as position `span`."""
         at, of = (torch.from_numpy(x).to(self.kv.device) for x in (places, sources))
-        self.kv[:, :, at, :, :span] = self.kv[:, :, of, :, :span]
+        for layer in self.kv.flatten(0, 1):  # one at a time: a copy of all would not fit beside the cache
+            layer[at, :, :span] = layer[of, :, :span]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return (self._attend_prompts if self.prefilling else self._attend_slots)(layer, q, k, v, scale)
 
     # -- prefill: prompts of mixed lengths, packed
 
@@ -106,7 +110,7 @@ class SlotCache:
         _, layers, _, heads, _, size = self.kv.shape
         self.prefilled = self.kv.new_empty(2, layers, heads, sum(lengths), size)
         self.packing = Packing([n for n in lengths if n] or [0], self.kv.device)
-        self.attend = self._attend_prompts
+        self.prefilling = True
         return self.packing.positions
 
     def _attend_prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -119,9 +123,9 @@ class SlotCache:
         """Slot i's token is at position `lengths[i]`, (B,). A segment is (first slot, end, span): the slots that attend
         together, and how far; span > their lengths."""
         self.index, self.lengths, self.segments = torch.arange(len(lengths), device=lengths.device), lengths, segments
-        if self.over_slots == self._sdpa:
+        if self.over_slots is SlotCache._sdpa:
             self.masks = [self._mask(lengths[start:end], span) for start, end, span in segments]
-        self.attend = self._attend_slots
+        self.prefilling = False
 
     def _mask(self, lengths: Tensor, span: int) -> Tensor:
         behind = torch.arange(span, device=lengths.device) > lengths[:, None]
@@ -131,7 +135,7 @@ class SlotCache:
     def _attend_slots(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         keys, values = self.kv[0, layer], self.kv[1, layer]
         keys[self.index, :, self.lengths], values[self.index, :, self.lengths] = k, v
-        return self.over_slots(q, keys, values, scale)
+        return self.over_slots(self, q, keys, values, scale)
 
     def _sdpa(self, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         B, H, D = q.shape

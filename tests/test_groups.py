@@ -1,4 +1,4 @@
-"""Rewards and what makes a group informative (ALGORITHM.md, 2, 3 and 5): outcome, ranking, recall, reflection prompts."""
+"""Rewards and informative groups (ALGORITHM.md, 2, 3 and 5): outcome, ranking, recall, reflection prompts."""
 
 import random
 from dataclasses import replace

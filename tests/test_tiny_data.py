@@ -158,7 +158,7 @@ def test_model_and_tokenizer_agree(model, tokenizer):
 
 
 def test_the_base_knows_how_to_solve_when_it_begins_carefully(model, tokenizer, rows):
-    """The skill that RL brings out: greedy from the careful opening, nearly all of the easy problems come out correct."""
+    """Greedy from the careful opening, nearly all of the easy problems come out correct."""
     easy = [row for row in rows["test"] if len(re.findall(r"[+-]", chain_of(row["problem"]))) == 2][:32]
     correct = 0
     for row in easy:
