@@ -56,7 +56,7 @@ from runtime import config as settings
 from runtime import model as lm
 from runtime.config import bounded, one_of, path
 from runtime.errors import UserError, exit_cleanly
-from runtime.optimizer import optimizer_step
+from runtime.optimizer import equal_batches, optimizer_step
 from runtime.problems import Problem
 from runtime.ranks import Ranks
 from runtime.run import Run, interruptible, log_step, start, timed
@@ -565,15 +565,15 @@ def logprobs(run: Run, model, examples: list[Example]) -> Tensor:
     return lm.token_logprobs(model, [(e.prompt_ids, e.response_ids) for e in examples], run.config.temperature)[0]
 
 
-@interruptible
+@interruptible(collective=True)
 @torch.no_grad()
 def with_old_logprobs(run: Run, examples: list[Example]) -> list[Example]:
     """The examples with pi_old of the current policy where none was recorded."""
-    out = list(examples)
-    for batch in lm.micro_batches([len(e.prompt_ids) + len(e.response_ids) for e in examples], run.config.token_budget):
+    out, lengths = list(examples), [len(e.prompt_ids) + len(e.response_ids) for e in examples]
+    for batch in equal_batches(run.ranks, lengths, run.config.token_budget):
         logp = logprobs(run, run.policy, [examples[i] for i in batch]).cpu().numpy()
-        pieces = np.split(logp, np.cumsum([len(examples[i].response_ids) for i in batch])[:-1])
-        for i, old_logp in zip(batch, pieces, strict=True):
+        ends = np.cumsum([len(examples[i].response_ids) for i in batch], dtype=int)
+        for i, old_logp in zip(batch, np.split(logp, ends[:-1]), strict=False):  # nothing for an empty micro-batch
             out[i] = replace(out[i], old_logp=old_logp) if out[i].old_logp is None else out[i]
     return out
 

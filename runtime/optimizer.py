@@ -17,7 +17,7 @@ import torch
 
 from runtime.errors import UserError
 from runtime.model import micro_batches
-from runtime.ranks import free_memory
+from runtime.ranks import Ranks, free_memory
 from runtime.sharding import full
 
 NAMES = ("loss", "kl", "clip_fraction", "ratio_replayed", "logp_gap", "logp_gap_max")  # the last is no sum
@@ -51,6 +51,12 @@ def optimizer_step(run, examples: Sequence, add_gradient: Callable) -> dict[str,
     return sums | {"loss": (loss, 1.0), "grad_norm": (norm, 1.0), "skipped": (0.0, 1.0), "logp_gap_max": (largest, 1.0)}
 
 
+def equal_batches(ranks: Ranks, lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """The micro-batches of this rank, as many as the rank with the most has: in each of them all ranks take part."""
+    batches = micro_batches(lengths, token_budget)
+    return batches + [[]] * (int(ranks.max(len(batches))) - len(batches))
+
+
 def gradient(run, examples: Sequence, add_gradient: Callable) -> dict[str, tuple[float, float]]:
     """The gradient over `examples`, in the parameters' `.grad`, and the sums that `add_gradient` returned.
 
@@ -64,9 +70,7 @@ def gradient(run, examples: Sequence, add_gradient: Callable) -> dict[str, tuple
         values = torch.zeros(len(NAMES), dtype=torch.float64, device=run.ranks.device)
         weights = torch.zeros(len(NAMES), dtype=torch.float64)
         try:
-            batches = micro_batches(lengths, token_budget)
-            batches += [[]] * (int(run.ranks.max(len(batches))) - len(batches))  # ranks take part in equal numbers
-            for batch in batches:
+            for batch in equal_batches(run.ranks, lengths, token_budget):
                 sums = add_gradient([examples[i] for i in batch])
                 largest = torch.maximum(values[-1], sums["logp_gap_max"][0].double())
                 values += torch.stack([sums[name][0].double() for name in NAMES])

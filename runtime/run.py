@@ -97,12 +97,17 @@ class Run:
         self.checkpointable = True
 
 
-def interruptible(work: Callable) -> Callable:
-    """work(run, ...) changes nothing that a checkpoint holds: a signal may end it anywhere; the step is repeated."""
+def interruptible(work: Callable | None = None, *, collective: bool = False) -> Callable:
+    """work(run, ...) changes nothing that a checkpoint holds: a signal may end it anywhere; the step is repeated.
+
+    Not so with several ranks where the work has collective calls.
+    """
+    if work is None:
+        return functools.partial(interruptible, collective=collective)
 
     @functools.wraps(work)
     def wrapped(run: Run, *args, **kwargs):
-        with run.signals.interruptible():
+        with run.signals.interruptible(collective):
             return work(run, *args, **kwargs)
 
     return wrapped

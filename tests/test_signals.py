@@ -243,6 +243,13 @@ def test_signal_to_one_rank_stops_all_of_them_and_the_resumed_run_is_exact(start
 
 
 @needs_fork
+def test_ranks_with_other_numbers_of_micro_batches_recompute_pi_old_together(start, tmp_path):
+    changes = {"minibatches": 2, "token_budget": 40, "steps": 3, "eval_data": "", "rank_timeout": 5}
+    assert [reap(child) for child in ranks_of_a_run(start, tmp_path / "run", **changes)] == [0, 0]
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3]
+
+
+@needs_fork
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_that_dies_ends_the_others_with_its_number(start, tmp_path, dead):
     run_dir = tmp_path / "run"
