@@ -93,10 +93,7 @@ class ReplayBuffer:
         self.tokens -= self.size(number)
         uid, response = self.stored.pop(number)
         self.superseded.pop(number, None)
-        same = self.numbers[uid, bool(response.correct)]
-        same.remove(number)
-        if not same:
-            del self.numbers[uid, bool(response.correct)]
+        self.numbers[uid, bool(response.correct)].remove(number)
 
     def size(self, number: int) -> int:
         """Tokens of a stored response and its prompt."""

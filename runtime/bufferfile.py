@@ -3,16 +3,17 @@
    training/buffer_0.json              rank 0: numbers of the stored responses, verdicts, names of its files
    training/buffer/SHA256.safetensors  responses; never changed once written, and named after its own checksum
 
-Consecutive checkpoints share a file by hard links, so that each folder is complete and may be deleted at any time. Less
-than half of a file may be evicted responses; beyond that those that are still stored are written anew, and so are
-those of small files once there are many. A file that cannot be linked is written anew.
+Consecutive checkpoints share a file by hard links, so that each folder is complete and any may be deleted. The stored
+responses of a file are written anew once more than half of it has been evicted, where it is one of many small files,
+and where it cannot be linked. Damage of a file is damage of each checkpoint that shares it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,8 +22,8 @@ from safetensors.torch import load_file, save_file
 from runtime.files import checksum
 from runtime.ranks import Ranks
 
-FILE_TOKENS = 2**24  # per file: 128 MB, and as much memory while it is written
-SMALL_FILES = 64  # files of less than half of that, per rank
+FILE_TOKENS = 2**24  # per file, which takes 128 MB and as much memory while it is written
+SMALL_FILES = 64  # most files of less than half of that, per rank
 
 
 def save(buffer, training: Path, rank: int) -> dict[str, list[int]]:
@@ -38,7 +39,7 @@ def save(buffer, training: Path, rank: int) -> dict[str, list[int]]:
             files[path.name] = numbers
             for number in alive[path]:
                 del new[number]
-    for numbers in batches(buffer, new):
+    for numbers in batches(buffer, list(new)):
         files[written(buffer.part(numbers), folder / f"{rank}.tmp").name] = numbers
     (training / f"buffer_{rank}.json").write_text(json.dumps(buffer.summary() | {"files": list(files)}))
     return files
@@ -60,17 +61,12 @@ def linked(path: Path, target: Path) -> bool:
     return True
 
 
-def batches(buffer, numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Lists of at most FILE_TOKENS tokens (a longer response goes alone)."""
-    batch, tokens = [], 0
-    for number in numbers:
-        if batch and tokens + buffer.size(number) > FILE_TOKENS:
-            yield batch
-            batch, tokens = [], 0
-        batch.append(number)
-        tokens += buffer.size(number)
-    if batch:
-        yield batch
+def batches(buffer, numbers: Sequence[int]) -> Iterator[list[int]]:
+    """The numbers in lists of FILE_TOKENS tokens, give or take a response."""
+    begins = itertools.accumulate(map(buffer.size, numbers), initial=0)
+    pairs = zip(begins, numbers, strict=False)  # `begins` also has the end of all
+    for _, batch in itertools.groupby(pairs, key=lambda pair: pair[0] // FILE_TOKENS):
+        yield [number for _, number in batch]
 
 
 def load(buffer, training: Path, ranks: Ranks, keep=lambda uid: True) -> None:
