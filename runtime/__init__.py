@@ -4,7 +4,7 @@
     checkpoint.py   the state of a run on the disk          signals.py   SIGTERM, Ctrl-C and crashes
     config.py       a dataclass from YAML and command line  problems.py  queries and reference answers
     model.py        a Hugging Face model: load it, write its prompts, score responses
-    ranks.py        devices, memory, the processes of torchrun
+    ranks.py        devices, the processes of torchrun       memory.py    does the run fit its cards
     files.py        atomic writes                           errors.py    a user's mistake in one line
 
 Modules import only what stands below them: r3.py, run.py, eval.py, then the rest (tests/test_layout.py).

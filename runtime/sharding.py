@@ -61,7 +61,8 @@ def recompute_activations(model) -> None:
         def wrapped(*args, forward=forward, **kwargs):
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)  # nothing is drawn
+            options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn: dropout is off
+            return checkpoint(forward, *args, **options, **kwargs)
 
         block.forward = wrapped
 
