@@ -522,6 +522,7 @@ def update(run: Run, groups: list[Group], step: int) -> dict[str, tuple[float, f
     if c.minibatches > 1:  # the policy moves between the parts: pi_old is taken once, before the first step
         parts = [with_old_logprobs(run, examples) for examples in parts]
     steps = [optimizer_step(run, examples, partial(add_gradient, run)) for examples in parts]
+    run.optimizer.zero_grad(set_to_none=True)  # their memory is the sampler's until the next step
     totals = {name: tuple(map(sum, zip(*(s[name] for s in steps), strict=True))) for name in steps[0]}
     return totals | {"lr": (run.optimizer.param_groups[0]["lr"], 1.0)}
 

@@ -2,10 +2,10 @@
 
     python bench/rehearse.py --config configs/r3_7b.yaml --gpus 8        # as rank 0 of eight
 
-Tensors are fake (torch's FakeTensorMode): shape, dtype and device, no numbers. So every operation of the product code is
-called with the sizes of the real run, and an operation that does not fit together fails here. The device is called
-`card`; `is_cuda` is true for its tensors, so that the code takes the paths of a CUDA card. FSDP2 runs on torch's fake
-process group. Two kinds of calls are refused:
+Tensors are fake (FakeTensorMode): they have a shape, a dtype and a device, but no numbers. The product code runs
+with the sizes of the real run, and shapes that do not fit fail here. The device is called `card`; `is_cuda` is true for
+its tensors, so that the code takes the paths of a CUDA card. FSDP2 runs on torch's fake process group. Two kinds of
+calls are refused:
 
     the host needs a number from the device     by FakeTensorMode: .item(), nonzero, boolean indices
     the host waits for a copy                   by Memory, here: .cpu(), .to(device) without non_blocking
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import json
 import sys
@@ -137,7 +138,7 @@ class CardCache(kvcache.SlotCache):
     def __init__(self, shape, slots, max_len, dtype, device):
         (layers, heads, size), self.max_len = shape, max_len
         self.kv = torch.zeros(2, layers, slots, max_len, heads, size, dtype=dtype, device=device).transpose(3, 4)
-        self.over_rows = kvcache.SlotCache._varlen if kvcache.varlen_attn else kvcache.SlotCache._sdpa
+        self.over_slots = kvcache.SlotCache._varlen if kvcache.varlen_attn else kvcache.SlotCache._sdpa
 
 
 COPIES = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
@@ -227,7 +228,7 @@ class Memory(TorchDispatchMode):
 
 @contextlib.contextmanager
 def fake_card(gpus: int, memory: Memory, gb: float) -> Iterator[torch.device]:
-    """Within the block tensors are fake and there is a card of `gb` 10^9 bytes, the first of `gpus`. Once per process."""
+    """Within the block tensors are fake and there is a card of `gb` GB, the first of `gpus`. Once per process."""
     backend_registration._setup_privateuseone_for_python_backend("card", Card())
     dist.init_process_group("cpu:fake,card:fake", rank=0, world_size=gpus, store=FakeStore())
     mesh, real = init_device_mesh("card", (gpus,)), torch.tensor
@@ -318,7 +319,7 @@ class Rehearsal:
 
     def build(self, shape, dtype: torch.dtype):
         with no_init_weights(), torch.device(self.ranks.device):
-            return AutoModelForCausalLM.from_config(shape, dtype=dtype).eval()
+            return AutoModelForCausalLM.from_config(copy.deepcopy(shape), dtype=dtype).eval()
 
     @contextlib.contextmanager
     def holding(self, name: str) -> Iterator[None]:
@@ -375,6 +376,7 @@ class Rehearsal:
             self.held["gradients"] = sum(runtime.sharding.local(p.grad).nbytes for p in parameters)
             runtime.sharding.full(torch.nn.utils.clip_grad_norm_(parameters, self.c.grad_clip))
             run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
 
     # -- a checkpoint
 
@@ -414,8 +416,8 @@ def rehearse(c: r3.Config, gpus: int, gb: float) -> tuple[dict[str, Phase], int]
             return result
 
         phase("update", step.update, "gradients")
-        phase("save", step.save, "gradients")
-        sampler = phase("sampling", step.sample, "gradients", "cache")
+        phase("save", step.save)
+        sampler = phase("sampling", step.sample, "cache")
     return phases, sampler.slots
 
 

@@ -124,9 +124,9 @@ class Packing:
     def __init__(self, lengths: Sequence[int], device: torch.device):
         sizes = torch.tensor(lengths)
         self.B, self.max_len = len(lengths), max(lengths)
-        self.ends = F.pad(sizes.cumsum(0), (1, 0)).to(device, torch.int32)
-        self.sequence = torch.repeat_interleave(torch.arange(self.B), sizes).to(device)
-        self.positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        sequence = torch.repeat_interleave(torch.arange(self.B), sizes, output_size=sum(lengths))
+        parts = F.pad(sizes.cumsum(0), (1, 0)).int(), sequence, torch.cat([torch.arange(length) for length in lengths])
+        self.ends, self.sequence, self.positions = (x.to(device, non_blocking=True) for x in parts)  # nobody waits
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Causal attention within each sequence.

@@ -30,7 +30,7 @@ import eval as evaluation
 import verify
 from replay import PLAIN, REFLECTION, ReplayBuffer
 from rollout import Sampler
-from runtime import checkpoint, files
+from runtime import checkpoint, files, memory
 from runtime import model as lm
 from runtime import ranks as machine
 from runtime.errors import UserError
@@ -166,6 +166,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     longest = c.max_prompt_tokens + reflection + c.max_new_tokens
     check_room(problems, eval_problems, prompts, policy, tokenizer, c)
     sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, min(longest, lm.positions(policy)))
+    memory.refuse(c, policy, sampler, ranks)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
     buffer = ReplayBuffer(c.buffer_per_query, c.history, c.min_history, c.buffer_tokens // ranks.size)
     parts = policy, reference, tokenizer, sampler, optimizer, buffer, verifier, signals, problems, prompts

@@ -10,6 +10,7 @@ ALGORITHMS = ["r3"]
 LAYERS = """
 r3
 runtime.run runtime.optimizer
+runtime.memory
 plot
 eval
 verify rollout runtime.checkpoint runtime.signals
