@@ -141,7 +141,7 @@ class CardCache(kvcache.SlotCache):
         self.over_slots = kvcache.SlotCache._varlen if kvcache.varlen_attn else kvcache.SlotCache._sdpa
 
 
-COPIES = torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default
+COPIES = "aten::copy_", "aten::_to_copy", "aten::to"  # the last one in inference mode
 
 
 class Waits(RuntimeError):
@@ -197,12 +197,13 @@ class Memory(TorchDispatchMode):
             return NotImplemented  # it comes again with the local tensors
         out = func(*args, **(kwargs or {}))
         if self.counting:
-            for tensor in tree_leaves((out, args[:1])):
+            for tensor in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
                 if isinstance(tensor, torch.Tensor):
                     self.count(tensor.untyped_storage(), tensor.device.type)
-            if func in COPIES and len({out.device, args[func is COPIES[0]].device}) > 1:
-                waits = not (kwargs or {}).get("non_blocking", any(args[2:]))
-                if self.refused == "copies" or self.refused == "waits" and waits:
+            if func._schema.name in COPIES:
+                given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+                moved = given.get("src", given["self"]).device != out.device
+                if moved and (self.refused == "copies" or self.refused == "waits" and not given.get("non_blocking")):
                     raise Waits(f"a copy of {list(out.shape)} between host and device; refused here: {self.refused}")
         return out
 
@@ -331,7 +332,7 @@ class Rehearsal:
     # -- lines 2 to 4: prefill and decode
 
     def sample(self) -> rollout.Sampler:
-        """Loads the weights into the sampler and samples with all slots in use; every response ends at once."""
+        """Loads the weights into the sampler, computes as many prompts as fit in a prefill, and uses all slots."""
         config, step = self.sampled_from.config, rollout.Sampler._step
         heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = config.num_hidden_layers, config.num_key_value_heads, heads
@@ -340,14 +341,14 @@ class Rehearsal:
             with self.memory.refusing("copies"):  # for a CUDA graph holds it
                 return step(*args)
 
-        with mock.patch.object(rollout, "attention_shape", lambda *_: shape):
-            options = {"fixed_shapes": True, "eos_every": 2, "graphs": False}
+        probe = mock.patch.object(rollout, "attention_shape", lambda *_: shape)  # it may compare numbers
+        with probe, mock.patch.object(rollout.Sampler, "_step", guarded):
+            options = {"fixed_shapes": True, "eos_every": 1, "graphs": False}
             sampler = rollout.Sampler(self.sampled_from, {0}, self.c.slots, self.longest, **options)
-        sampler.load(self.run.policy)
-        n = min(self.c.group_size, sampler.slots)
-        prompts = [[7] * self.longest_prompt] * (sampler.slots // n)
-        with mock.patch.object(rollout.Sampler, "_step", guarded):
-            sampler.generate(prompts, n=n, max_new_tokens=self.c.max_new_tokens, temperature=self.c.temperature)
+            sampler.load(self.run.policy)
+            prompts = [[7] * self.longest_prompt] * max(1, rollout.PREFILL_TOKENS // self.longest_prompt)
+            n, last = divmod(sampler.slots, len(prompts))
+            sampler.generate(prompts, n=n + bool(last), max_new_tokens=self.c.max_new_tokens)
         some = np.arange(sampler.slots)
         with torch.inference_mode():
             sampler.cache.move(some, some[::-1].copy(), sampler.max_len)  # as many as can change places
@@ -415,7 +416,9 @@ def rehearse(c: r3.Config, gpus: int, gb: float) -> tuple[dict[str, Phase], int]
             phases[name] = Phase(memory.peak.get("card", 0), memory.peak.get("cpu", 0), kept, seconds)
             return result
 
-        phase("update", step.update, "gradients")
+        for p in step.run.policy.parameters():
+            p.grad = torch.zeros_like(p)  # of the micro-batches before
+        phase("update", lambda: step.update(1), "gradients")
         phase("save", step.save)
         sampler = phase("sampling", step.sample, "cache")
     return phases, sampler.slots

@@ -30,6 +30,8 @@ def optimizer_step(run, examples: Sequence, add_gradient: Callable) -> dict[str,
     add_gradient(micro-batch) adds to the parameters' `.grad` and returns name -> (sum, weight) for each of NAMES.
     """
     c, parameters = run.config, [p for p in run.policy.parameters() if p.requires_grad]
+    if run.ranks.device.type == "cuda":
+        run.sampler.release()  # the update needs the cache's memory
     between_steps = not run.checkpointable  # of the same batch: the gradient must not be abandoned
     with contextlib.nullcontext() if between_steps else run.signals.interruptible(collective=True):
         sums = gradient(run, examples, add_gradient)
