@@ -86,7 +86,7 @@ class Config:
     run_dir: str = path("")  # default: runs/NAME of the config file NAME.yaml
     seed: int = bounded(0, low=0)  # of the order of the data and of every random draw
     device: str = "auto"  # auto, cpu, cuda, cuda:N
-    dtype: str = one_of("auto", "float32", "bfloat16")  # of matrix products; master weights are fp32
+    dtype: str = one_of("auto", "float32", "bfloat16")  # of each forward pass; master weights are fp32
     trust_remote_code: bool = False  # run code that the model's folder brings
     check_answers: str = one_of("drop", "refuse", "off")  # reference answers that do not grade themselves as correct
 
@@ -126,7 +126,7 @@ class Config:
     overlong_tokens: int = bounded(0, low=0)  # DAPO: soft penalty over the last so many tokens of the budget; 0: none
 
     # CCR, cross-context replay
-    replay: bool = True  # CCR on
+    replay: bool = True  # CCR is on
     replay_k: int = bounded(2, low=1)  # k, replayed responses per collapsed group
     alpha: float = bounded(1.0, above=0)  # alpha in Eq. 3, factor of the std where responses were replayed
     lam: float = bounded(1e-4, above=0)  # lambda in Eq. 1 and 3
@@ -136,7 +136,7 @@ class Config:
     buffer_tokens: int = bounded(4_000_000_000, low=1)  # stored on all ranks, prompts included; 8 bytes each
 
     # ISR, in-context self-reflection
-    reflect: bool = True  # ISR on
+    reflect: bool = True  # ISR is on
     tau: float = bounded(0.25, low=0, high=1)  # a query is hard if its mean past accuracy is below it
     min_history: int = bounded(8, low=1)  # verdicts before a query can count as hard
     reflection_tokens: int = bounded(1024, low=1)  # of the failed response that the prompt shows, cut at the front
@@ -146,7 +146,7 @@ class Config:
     )
 
     # SERR, structural entropy ranking rewards
-    rank: bool = True  # SERR on
+    rank: bool = True  # SERR is on
     rank_on: str = one_of("truncated", "failed")  # responses of an all-wrong group that are ranked
     peak_ratio: float = bounded(0.2, above=0, high=1)  # p, share of the tokens in E_peak
     r_max: float = bounded(0.5, low=0, below=1)  # R_max, reward of the best rank; no failure beats a success

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -32,3 +33,6 @@ def exit_cleanly() -> Iterator[None]:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(141)
