@@ -466,5 +466,6 @@ def test_ctrl_c_is_no_traceback():
 
 def test_a_reader_that_stops_is_no_traceback():
     command = f"{sys.executable} r3.py --help | head -n 1"
-    done = subprocess.run(["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], cwd=ROOT, capture_output=True, text=True)
+    shell = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.count("\n") == 1 and done.stderr == "" and done.returncode in (0, 141)
