@@ -300,15 +300,11 @@ def region(found: Tokens) -> tuple[list, Callable]:
     if relations == ["\\ne"] and is_name(sides[0]):
         return region([*REALS, "\\setminus", "\\{", *sides[1], "\\}"])
     operator = next((operator for operator in SET_OPERATIONS if len(split(found, operator)) > 1), None)
+    if not found or operator == "\\setminus" and len(split(found, "\\cup", "\\cap")) > 1:
+        raise Unreadable("nothing, or A \\cup B \\setminus C")
     if operator:
-        parts = split(found, operator)
-        if operator == "\\setminus" and any(len(split(part, "\\cup", "\\cap")) > 1 for part in parts):
-            raise Unreadable("A \\cup B \\setminus C")
-        regions = [region(part) for part in parts]
-        holds = SET_OPERATIONS[operator]
+        regions, holds = [region(part) for part in split(found, operator)], SET_OPERATIONS[operator]
         return sum((ends for ends, _ in regions), []), lambda x: holds([inside(x) for _, inside in regions])
-    if not found:
-        raise Unreadable("nothing")
     if found == ["\\emptyset"] or found[:1] == ["\\{"] and enclosed(found):
         points = [real(member) for member in members(found)]
         return points, lambda x: any(close(x, point) for point in points)
@@ -328,18 +324,20 @@ def region(found: Tokens) -> tuple[list, Callable]:
 
 
 REALS = ["\\mathbb", "{", "R", "}"]
+INFINITE = (["\\infty"], ["+", "\\infty"], ["-", "\\infty"])
 SET_OPERATIONS = {"\\setminus": lambda v: v[0] and not any(v[1:]), "\\cup": any, "\\cap": all}
 
 
 def real(found: Tokens):
-    """The value of an end of an interval."""
+    """The value of an end of an interval, a point of a set."""
     found = strip(found)
-    if "\\infty" in found:
-        return float("-inf" if "-" in found else "inf")
+    if found in INFINITE:
+        return float("-inf" if found[0] == "-" else "inf")
     tree = parse(found)
-    if names(tree) or uses_i(tree):
-        raise Unreadable("no number")
-    return value(tree, {}).real
+    number = None if names(tree) else value(tree, {})
+    if number is None or number.imag != 0:
+        raise Unreadable("no real number")
+    return number.real
 
 
 def same_sets(given: Tokens, reference: Tokens, algebra: Algebra | None):
@@ -348,7 +346,7 @@ def same_sets(given: Tokens, reference: Tokens, algebra: Algebra | None):
         return NotThisKind
     try:
         (ends, left), (more, right) = region(given), region(reference)
-    except (Unreadable, ValueError, ZeroDivisionError):
+    except (ValueError, ZeroDivisionError):  # Unreadable too
         return NotThisKind
     if len(ends) + len(more) > MAX_PAIRED:
         return NotThisKind
@@ -389,11 +387,11 @@ def same_lists(given: Tokens, reference: Tokens, algebra: Algebra | None):
 def any_order(left: list[Tokens], right: list[Tokens]) -> bool:
     """Whether the members of two lists may pair in any order. Not if members differ in their names, or units, and some
     lack one: x=1, y=2 is 1, 2 but not 2, 1."""
-    names = [{name_of(member) for member in side} for side in (left, right)]
+    named = [{name_of(member) for member in side} for side in (left, right)]
     units = [{quantity(member)[1] for member in side} for side in (left, right)]
-    if "" in names[0] & names[1] and len(names[0]) > 1 and len(names[1]) > 1:
+    if "" in named[0] & named[1] and len(named[0]) > 1 and len(named[1]) > 1:
         return False
-    return not any("" in a | b and (len(a - {""}) > 1 or len(b - {""}) > 1) for a, b in (names, units))
+    return not any("" in a | b and (len(a - {""}) > 1 or len(b - {""}) > 1) for a, b in (named, units))
 
 
 def name_of(member: Tokens) -> str:
@@ -650,7 +648,7 @@ def unit_name(unit: str) -> str:
 
 
 def same_values(given: Tokens, reference: Tokens, algebra: Algebra | None) -> bool | None:
-    infinite = [found in (["\\infty"], ["+", "\\infty"], ["-", "\\infty"]) for found in (given, reference)]
+    infinite = [found in INFINITE for found in (given, reference)]
     if any(infinite):
         return all(infinite) and given.count("-") == reference.count("-")
     left = right = None

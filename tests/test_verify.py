@@ -345,7 +345,8 @@ def test_sets_of_reals_are_equal_if_they_have_the_same_members():
         r"""(0,1)\cup(1,2) | (0,2)\setminus\{1.5\} || (0,1)\cup(1,2) | [0,2]\setminus\{1\} || (0,1)\cup(1,2) | (0,2)
         (0,3)\setminus(1,2) | (0,1)\cup(2,3) || (-\infty,1)\cup(1,\infty) | x\ne2
         (-\infty,1)\cup(1,\infty) | \mathbb{R}
-        y\in(0,1)\cup(1,2) | x\in(0,2)\setminus\{1\}""",
+        y\in(0,1)\cup(1,2) | x\in(0,2)\setminus\{1\} || (0,1)\cup(1,2) | (\sqrt{-1},2)\setminus\{1\}
+        (-\infty,1)\cup(1,2) | (5-\infty,2)\setminus\{1\} || (0,1)\cup(1,2) | (0,2)\cup\{3\}\setminus\{1\}""",
         False,
     )
 
@@ -358,7 +359,7 @@ def test_numpy_and_math_spellings_are_read():
         math.factorial(5) | 120
         math.comb(5,2) | 10 || np.e**2 | e^2 || np.sqrt(2)**3 | 2\sqrt2 || math.acos(0.5) | \arccos(1/2)
         math.inf | \infty
-        np.float64(0.5) | 1/2 || np.abs(-3) | 3""",
+        np.float64(0.5) | 1/2 || np.abs(-3) | 3 || np.pi*2 | 2\pi""",
         True,
     )
     verdicts(
