@@ -50,9 +50,8 @@ MAX_RESPONSE = 1_000_000  # characters; of a longer response only the end is rea
 # 1. Where the answer is in the response
 
 THINK = re.compile(
-    r"[<◁]\s?\|?\s?(/?)\s?(?:seed:)?(?:think|thinking|thought|reasoning)\s?\|?\s?[>▷]"
-    r"|\[(/?)(?-i:THINK)\]|<\|(?:begin|(end))_of_thought\|>",
-    re.IGNORECASE,
+    r"[<◁\[](?:(?i:\s?\|?\s?(/?)\s?(?:seed:)?(?:thinking|think|thought|reasoning)\s?\|?\s?[>▷])|(/?)THINK\]"
+    r"|\|(?:begin|(end))_of_thought\|>)"
 )
 BRACES = re.compile(r"\\(?:boxed|fbox)\s{0,20}\{|\\(?:\\(?!boxed|fbox)|[{}])|[{}]")
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).){0,500}?)</answer>", re.DOTALL | re.IGNORECASE)

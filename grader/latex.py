@@ -134,14 +134,10 @@ def tokens(text: str) -> list[str]:
     if len(text) > MAX_DIGITS or len(re.sub(r"\d{9,}", "", text)) > MAX_LENGTH:
         raise Unreadable(f"longer than {MAX_LENGTH} characters")
     text = text if text.isascii() else ascii_signs(text)
-    text = GROUPED.sub(lambda number: re.sub(r"\D", "", number.group()), text)
-    text = re.sub(r"(\d)\s*x\s*(10\s*\^)", r"\1*\2", text)
-    text = re.sub(r"(?<=\d)\s*(?:\\[ ,;]\s?)?((?:k?m|cm|ft|mi)/(?:s|h|hr|min)(?:\^\{?2\}?)?)\s*$", r"\\text{ \1}", text)
-    text = re.sub(r"\b(?:np|numpy|math|sp|scipy|sympy)\.([a-z]+\d*)", python_name, text)
-    text = re.sub(r"(?<=[\w)}])\s?\*\*\s?(?=[\w(-])", "^", text)
-    text = re.sub(r"([\])}]\s?)-(?=\s?\\\{)", r"\1\\setminus", text)
-    text = re.sub(r"\\(?:mathbb\s*)?R\b", r"\\mathbb{R}", text)
-    text = HALF_DAY.sub(half_day, re.sub(rf"{IN_TEXT}\s*(\d\d?:\d\d[^{{}}]*)\}}", r"\1", text))
+    if text.isdecimal():
+        return [text]
+    for pattern, replacement in REWRITTEN:
+        text = pattern.sub(replacement, text)
     words = re.fullmatch(r"\s*[A-Za-z][A-Za-z' .()-]*", text)
     if words and any(len(run) > 3 or run.lower() in WORDS for run in re.findall("[A-Za-z]+", text)):
         return word(text)
@@ -195,6 +191,22 @@ def half_day(match: re.Match) -> str:
         return match[0]
     hour = ":00" if ":" not in time and (match["dot"] or match["m"] == "M") else ""
     return f"{time}{hour}\\{match['half'].upper()}M "
+
+
+REWRITTEN = [
+    (GROUPED, lambda number: re.sub(r"\D", "", number.group())),
+    (re.compile(r"(\d)\s*x\s*(10\s*\^)"), r"\1*\2"),
+    (
+        re.compile(r"(?<=\d)\s*(?:\\[ ,;]\s?)?((?:k?m|cm|ft|mi)/(?:s|h|hr|min)(?:\^\{?2\}?)?)\s*$"),
+        r"\\text{ \1}",
+    ),
+    (re.compile(r"\b(?:np|numpy|math|sp|scipy|sympy)\.([a-z]+\d*)"), python_name),
+    (re.compile(r"(?<=[\w)}])\s?\*\*\s?(?=[\w(-])"), "^"),
+    (re.compile(r"([\])}]\s?)-(?=\s?\\\{)"), r"\1\\setminus"),
+    (re.compile(r"\\(?:mathbb\s*)?R\b"), r"\\mathbb{R}"),
+    (re.compile(rf"{IN_TEXT}\s*(\d\d?:\d\d[^{{}}]*)\}}"), r"\1"),
+    (HALF_DAY, half_day),
+]
 
 
 def word(text: str, roman: bool = False) -> list[str]:
