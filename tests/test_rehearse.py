@@ -67,8 +67,14 @@ def test_weights_and_moments_are_those_of_the_model_spread_over_the_cards(plans,
     assert row["sampler"] == pytest.approx(2e-9 * parameters, rel=1e-3)
 
 
+@pytest.fixture
+def benches(monkeypatch):
+    """The scripts of bench/ can be imported, behind the modules of the project, for as long as a test lasts."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "bench")])
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_the_formula_that_a_run_begins_with_is_within_a_twentieth_of_the_rehearsal(plans, name):
+def test_the_formula_that_a_run_begins_with_is_within_a_twentieth_of_the_rehearsal(plans, name, benches):
     import rehearse
 
     gpus, parameters = RUNS[name]
@@ -80,7 +86,7 @@ def test_the_formula_that_a_run_begins_with_is_within_a_twentieth_of_the_rehears
             assert needed[row["phase"]] / 1e9 == pytest.approx(row["total"], rel=0.05)
 
 
-def test_a_plan_that_does_not_fit_is_refused_with_the_keys_that_help(plans):
+def test_a_plan_that_does_not_fit_is_refused_with_the_keys_that_help(plans, benches):
     from bench.memory import check
 
     table = plans["r3_1.5b"]["phases"]
