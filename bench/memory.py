@@ -12,7 +12,6 @@ nothing here was measured on a card. GB are 10^9 bytes. Exit code 2 where the pl
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -22,10 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.append(str(Path(__file__).parent))  # last: bench/verify.py is not verify
 
-from rehearse import Phase, rehearse, shape_of
+from rehearse import Phase, arguments, rehearse, shape_of
 
 import r3
-from runtime import config as settings
 from runtime.errors import UserError, exit_cleanly
 from runtime.memory import HELPS, MOST, OUTSIDE
 
@@ -135,13 +133,7 @@ def report_hours(c: r3.Config, gpus: int, slots: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--gpus", type=int, default=1, help="ranks of one machine, one card each")
-    parser.add_argument("--gb", type=float, default=80.0, help="memory of a card, 10^9 bytes")
-    parser.add_argument("--json", type=Path)
-    args, rest = parser.parse_known_args()
-    c = settings.parse(r3.Config, ["--config", args.config, *rest])
+    args, c = arguments(__doc__)
     phases, slots = rehearse(c, args.gpus, args.gb)
     table = rows(c, phases, args.gpus)
     report(c, table, args.gpus, args.gb, slots)

@@ -424,14 +424,21 @@ def rehearse(c: r3.Config, gpus: int, gb: float) -> tuple[dict[str, Phase], int]
     return phases, sampler.slots
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str) -> tuple[argparse.Namespace, r3.Config]:
+    """What this script and bench/memory.py take: the cards, a file for JSON, and a config with its overrides."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
-    parser.add_argument("--gpus", type=int, default=1, help="ranks, one card each")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of one machine, one card each")
     parser.add_argument("--gb", type=float, default=80.0, help="memory of a card, 10^9 bytes")
     parser.add_argument("--json", type=Path)
     args, rest = parser.parse_known_args()
-    c = settings.parse(r3.Config, ["--config", args.config, *rest])
+    if args.gpus < 1 or not args.gb > 0:
+        raise UserError(f"command line: --gpus {args.gpus} --gb {args.gb:g}, allowed: 1 or more cards of above 0 GB")
+    return args, settings.parse(r3.Config, ["--config", args.config, *rest])
+
+
+def main() -> None:
+    args, c = arguments(__doc__)
     phases, slots = rehearse(c, args.gpus, args.gb)
     print(f"{c.model}, rank 0 of {args.gpus}, {slots} slots: every operation fits, and the host waits for none")
     for name, phase in phases.items():

@@ -82,7 +82,8 @@ def gradient(run, examples: Sequence, add_gradient: Callable) -> dict[str, tuple
         except torch.OutOfMemoryError:
             print(f"\nout of memory in a micro-batch of at most {token_budget} tokens", file=sys.stderr)
         free_memory(run.ranks.device)
+    halved = ", with half of it too" if run.ranks.size == 1 else ""
     raise UserError(
-        f"token_budget = {run.config.token_budget}: out of memory, with half of it too; allowed: a smaller "
+        f"token_budget = {run.config.token_budget}: out of memory{halved}; allowed: a smaller "
         "token_budget, max_new_tokens or slots, or gradient_checkpointing = true"
     )

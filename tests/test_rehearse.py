@@ -97,6 +97,14 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_keys_that_help(plans, benc
         check(table, 40)
 
 
+@pytest.mark.parametrize("script", ["memory", "rehearse"])
+def test_no_cards_and_cards_without_memory_are_refused_in_one_line(script):
+    for wrong in (("--gpus", "0"), ("--gb", "-1")):
+        done = python(f"bench/{script}.py", "--config", "configs/r3_1.5b.yaml", *wrong, check=False)
+        line = done.stderr.splitlines()[-1]
+        assert done.returncode == 2 and line.startswith("error: command line: --gpus") and "Traceback" not in done.stderr
+
+
 def test_a_run_refuses_a_card_that_is_too_small_before_its_first_step(monkeypatch):
     shape = Qwen2Config(vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     policy = types.SimpleNamespace(config=shape, parameters=lambda: [torch.zeros(1000, 1000)])
