@@ -102,7 +102,8 @@ def test_no_cards_and_cards_without_memory_are_refused_in_one_line(script):
     for wrong in (("--gpus", "0"), ("--gb", "-1")):
         done = python(f"bench/{script}.py", "--config", "configs/r3_1.5b.yaml", *wrong, check=False)
         line = done.stderr.splitlines()[-1]
-        assert done.returncode == 2 and line.startswith("error: command line: --gpus") and "Traceback" not in done.stderr
+        assert done.returncode == 2 and line.startswith("error: command line: --gpus")
+        assert "Traceback" not in done.stderr
 
 
 def test_a_run_refuses_a_card_that_is_too_small_before_its_first_step(monkeypatch):
