@@ -7,9 +7,10 @@
     verify.check(problems) -> list[Fault]                the reference answers that are unfit, and why
     python verify.py --check FILE                        the same, printed with file and line
 
-A verdict takes up to three steps. `extract` finds the answer in the response. grader/equality.py compares it with the
-reference answer in the calling process, by string work and bounded arithmetic, which settles nearly all. What it leaves
-open (sums, integrals, limits) goes to a worker process (grader/worker.py), which is killed beyond its limits.
+A verdict takes up to three steps, in a thread of its own, so that sampling goes on. `extract` finds the answer in the
+response. grader/equality.py compares it with the reference answer by string work and bounded arithmetic, which settles
+nearly all. What it leaves open (sums, integrals, limits) goes to a worker process (grader/worker.py), which is killed
+beyond its limits.
 
 What `extract` takes, in this order, from what follows the last `</think>`, up to a `<think>` that nothing closes:
 
@@ -103,13 +104,26 @@ def last_box(text: str) -> tuple[bool, str | None]:
     return opened, box if box and box.strip() else None
 
 
+def grade_by_text(response: str, answer: str | Sequence[str]) -> tuple[bool, str | None, list[str]]:
+    """(equal, the response's answer, the reference answers that only algebra can compare it with; then `equal` is
+    open)."""
+    given, undecided = extract(response), []
+    for reference in map(reference_part, data.listed(answer)) if given is not None else []:
+        equal = compare(given, reference)
+        if equal:
+            return True, given, []
+        if equal is None:
+            undecided.append(reference)
+    return False, given, undecided
+
+
 # 2. The verifier
 
 
 class Verifier:
-    """Grades answers. Those that need algebra go to worker processes.
+    """Grades answers in threads. Those that need algebra go to worker processes.
 
-    workers: how many at most (each about 100 MB); none starts before an answer needs it.
+    workers: how many threads at most, each with a process (about 100 MB) that starts when an answer needs it.
     time_limit: seconds that the algebra of one answer may take; with the start of a worker it stays below 5 s.
     memory_mb: how much an answer may take beyond the size of a new worker.
     `killed` counts the answers that ran into a limit. Each counts as wrong and is logged with its uid.
@@ -129,21 +143,9 @@ class Verifier:
         self._closed = False
 
     def submit(self, response: str, answer: str | Sequence[str], uid: str = "") -> Future[bool]:
-        """Whether the response's answer equals the reference answer (any of several): a future, done in most cases."""
+        """Whether the response's answer equals the reference answer (any of several); a thread grades it."""
         verdict: Future[bool] = Future()
-        given = extract(response)
-        undecided = []
-        for reference in map(reference_part, data.listed(answer)) if given is not None else []:
-            equal = compare(given, reference)
-            if equal:
-                verdict.set_result(True)
-                return verdict
-            if equal is None:
-                undecided.append(reference)
-        if undecided:
-            self._enqueue((verdict, given, undecided, uid))
-        else:
-            verdict.set_result(False)
+        self._enqueue((verdict, response, answer, uid))
         return verdict
 
     def _enqueue(self, task: tuple) -> None:
@@ -159,26 +161,24 @@ class Verifier:
                 thread.start()
 
     def _serve(self) -> None:
-        """One thread: passes answers to one worker process, and starts another when that is killed."""
-        worker = self._start()
+        """One thread: grades by text, and the rest in its worker process, which the first such answer starts."""
+        worker = None
         while (task := self._tasks.get()) is not None:
-            verdict, given, references, uid = task
+            verdict, response, answer, uid = task
             if not verdict.set_running_or_notify_cancel():
                 continue
             try:
-                equal = worker.ask(given, references)
-            except RuntimeError as error:  # no worker starts: the caller must know
-                equal = None
-                if not self._closed:
-                    verdict.set_exception(error)
-            if equal is None:
-                self._replace(worker)
-                if not self._closed:
-                    worker = self._start()
-                    if not verdict.done():
+                equal, given, undecided = grade_by_text(response, answer)
+                if undecided:
+                    worker = worker or self._start()
+                    equal = worker.ask(given, undecided)
+                    if equal is None:
+                        worker = self._replace(worker)
                         self._count(uid, given)
-            if not verdict.done():
                 verdict.set_result(bool(equal))
+            except Exception as error:  # no worker starts, or a fault of ours: the caller must know
+                worker = self._replace(worker)
+                verdict.set_result(False) if self._closed else verdict.set_exception(error)
 
     def _start(self) -> Worker:
         worker = Worker(self.time_limit, self.memory_mb)
@@ -188,12 +188,15 @@ class Verifier:
                 worker.kill()
         return worker
 
-    def _replace(self, worker: Worker) -> None:
+    def _replace(self, worker: Worker | None) -> None:
         with self._lock:
-            worker.kill()
+            if worker:
+                worker.kill()
             self._running.discard(worker)
 
     def _count(self, uid: str, given: str) -> None:
+        if self._closed:
+            return
         with self._lock:
             self.killed += 1
         limits = f"{self.time_limit:g} s or {self.memory_mb} MB"

@@ -435,8 +435,23 @@ def test_sums_and_integrals_go_to_the_worker(verifier, given, reference, equal):
 def test_easy_answers_start_no_process(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     with Verifier() as verifier:
-        assert verifier.submit(r"\boxed{2\sqrt2}", r"\sqrt8").done()
+        assert verifier.submit(r"\boxed{2\sqrt2}", r"\sqrt8").result()
         assert not verifier.submit(r"\boxed{41}", "42").result()
+
+
+def test_a_slow_answer_does_not_hold_up_the_caller(monkeypatch):
+    monkeypatch.setattr("verify.compare", lambda *_: time.sleep(0.5) or True)
+    with Verifier() as verifier:
+        begun = time.perf_counter()
+        verdicts = [verifier.submit(r"\boxed{1}", "1") for _ in range(3)]
+        assert time.perf_counter() - begun < 0.4
+        assert all(verdict.result() for verdict in verdicts)
+
+
+def test_a_fault_in_the_comparison_reaches_the_caller(monkeypatch):
+    monkeypatch.setattr("verify.compare", lambda *_: 1 // 0)
+    with Verifier() as verifier, pytest.raises(ZeroDivisionError):
+        verifier.submit(r"\boxed{1}", "1").result()
 
 
 # --- What it survives --------------------------------------------------------------------------------------
