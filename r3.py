@@ -100,7 +100,7 @@ class Config:
     temperature: float = bounded(1.0, low=1e-6, high=10**6)  # of sampling, and of every log-prob and entropy
     top_p: float = 1.0  # 1: anything else is refused in training, for the ratio would compare two distributions
     top_k: int = 0  # 0: anything else is refused in training
-    slots: int = bounded(96, low=1)  # responses sampled at the same time (max_num_seqs); each holds its cache
+    slots: int | None = bounded(None, low=1)  # responses sampled at once (max_num_seqs); null: as many as memory holds
     dynamic_sampling: bool = False  # DAPO: drop collapsed groups and sample other problems in their place ...
     dynamic_rounds: int = bounded(3, low=1)  # ... at most so many times per step
 
@@ -592,11 +592,17 @@ def train(config: Config) -> None:
 
 
 def batch_of(run: Run, step: int) -> list[Problem]:
-    """D_b of this step, this rank's part: each epoch is a new permutation without its incomplete last batch."""
-    epoch, i = divmod(step - 1, run.steps_per_epoch)
-    order = rng(run.config, "epoch", epoch).sample(run.problems, len(run.problems))
-    size = run.config.batch_size // run.ranks.size
-    return order[i * size :][:size]
+    """D_b of this step, this rank's part: each epoch is a new permutation without its incomplete last batch.
+
+    With several ranks each batch has one query of each length class of the rank, so that none waits for another long.
+    """
+    c, steps, size = run.config, run.steps_per_epoch, run.config.batch_size // run.ranks.size
+    epoch, i = divmod(step - 1, steps)
+    order = rng(c, "epoch", epoch).sample(run.problems, len(run.problems))
+    if run.ranks.size == 1:
+        return order[i * size :][:size]
+    order = sorted(order[: steps * size], key=lambda p: run.buffer.length(p.uid, before=epoch * steps + 1) or 0)
+    return [rng(c, "class", epoch, k).sample(order[k * steps :][:steps], steps)[i] for k in range(size)]
 
 
 def main(argv: Sequence[str]) -> None:

@@ -5,6 +5,7 @@
     buffer.recall(uid, correct=True, k=2, rng=rng)     # CCR: past successes of this query
     buffer.failure(uid, rng)                           # ISR: o_h, a past failure to reflect on
     buffer.accuracy(uid)                               # ISR: mean past accuracy, None while too little is known
+    buffer.length(uid, before=step)                    # mean response length, for ranks that are busy equally long
 
 A query is known by its uid and never sees the responses of another. Log-probs travel with their response, as its
 `pi_old`. Left out: sharing between ranks (a uid lives on one rank) and files (runtime/bufferfile.py).
@@ -56,6 +57,7 @@ class ReplayBuffer:
         self.superseded: OrderedDict[int, None] = OrderedDict()  # all but the last of each of these lists
         self.prompts: WeakValueDictionary[bytes, np.ndarray] = WeakValueDictionary()  # by sha256, each stored once
         self.verdicts: dict[str, deque[bool]] = {}
+        self.lengths: dict[str, deque[tuple[int, float]]] = {}  # (step, mean tokens) of the last plain groups
         self.files: dict[Path, list[int]] = {}  # of the newest checkpoint; numbers of all responses in each
 
     def __len__(self) -> int:
@@ -63,10 +65,14 @@ class ReplayBuffer:
 
     def add(self, uid: str, samples: Iterable[Response]) -> None:
         """Stores fresh responses of `uid` and evicts the oldest beyond the bounds. Never give it replayed ones."""
+        samples = list(samples)
         for response in samples:
             self._store(uid, self._compact(response))
             if response.kind == PLAIN:
                 self.verdicts.setdefault(uid, deque(maxlen=self.window)).append(bool(response.correct))
+        if plain := [len(response.response_ids) for response in samples if response.kind == PLAIN]:
+            seen = samples[0].step, sum(plain) / len(plain)
+            self.lengths.setdefault(uid, deque(maxlen=self.window)).append(seen)
 
     def _compact(self, r: Response) -> Response:
         """The response in arrays of its own; equal prompts share one."""
@@ -121,6 +127,10 @@ class ReplayBuffer:
         seen = self.verdicts.get(uid, ())
         return sum(seen) / len(seen) if len(seen) >= max(1, self.min_history) else None
 
+    def length(self, uid: str, before: int) -> float | None:
+        """Mean tokens of the newest group on the plain prompt from before this step; None where there was none."""
+        return next((mean for step, mean in reversed(self.lengths.get(uid, ())) if step < before), None)
+
     # -------------------------------------------------------------------------------------- save and load
 
     def state_dict(self) -> dict:
@@ -128,9 +138,10 @@ class ReplayBuffer:
         return self.summary() | {"parts": [self.part(self.stored)]}
 
     def summary(self) -> dict:
-        """{"stored": numbers of the stored responses, "verdicts": uid -> list of 0 / 1}; JSON-able."""
+        """JSON-able: "stored", numbers of the stored responses; "verdicts", uid -> list of 0 / 1; "lengths"."""
         verdicts = {uid: [int(v) for v in seen] for uid, seen in self.verdicts.items()}
-        return {"stored": list(self.stored), "verdicts": verdicts}
+        lengths = {uid: [list(pair) for pair in seen] for uid, seen in self.lengths.items()}
+        return {"stored": list(self.stored), "verdicts": verdicts, "lengths": lengths}
 
     def part(self, numbers: Iterable[int]) -> dict:
         """The stored responses of these numbers as two flat tensors and a JSON-able index.
@@ -166,6 +177,7 @@ class ReplayBuffer:
             for uid, seen in state["verdicts"].items():
                 if keep(uid):
                     self.verdicts[uid] = deque(map(bool, seen), maxlen=self.window)
+                    self.lengths[uid] = deque(map(tuple, state["lengths"][uid]), maxlen=self.window)
         for number, uid, response in heapq.merge(*sources, key=lambda entry: entry[2].step):
             self._store(uid, response, number if len(states) == 1 else None)
 

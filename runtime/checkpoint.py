@@ -2,36 +2,42 @@
 
    checkpoints/step_000040/            a Hugging Face model folder: transformers and vLLM load it as it is
        prompt.json                     prompt_suffix and system_prompt of the run, for eval.py
-       training/optimizer.safetensors  moments of each parameter, by its name
-       training/master.safetensors     fp32 weights, where the folder itself holds them rounded (save_dtype = bfloat16)
+       training/shards/                moments, and fp32 weights where the folder itself holds them rounded (save_dtype
+                                       = bfloat16): each rank writes its part, by torch.distributed.checkpoint
        training/buffer_0.json          the sample buffer of rank 0 (one per rank): its index, see bufferfile.py
        training/buffer/                its responses, in files that consecutive checkpoints share
        training/state.json             the step, and a checksum of the problems
        training/manifest.json          sha256 of every other file; a folder that differs from it is not used
 
 A checkpoint is written under another name, synced and renamed. Then older ones are pruned. Nothing in it needs pickle.
-Left out: sharded weights.
+Several machines need a run_dir that all of them see.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
 import sys
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 import yaml
-from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from runtime import bufferfile
 from runtime.errors import UserError
 from runtime.files import checksum, fsync, writing
 from runtime.ranks import Ranks
-from runtime.sharding import full, like
+from runtime.sharding import full
+
+FILE_BYTES = 2**31  # of all ranks' parts of a file: as much is in host memory while it is written
 
 
 def save(
@@ -48,26 +54,24 @@ def save(
     training = aside / "training"
     older = [folder for folder in finished(run_dir) if number(folder) < state["step"]]
     with writing(final, f"; the newest checkpoint is {older[-1]}" if older else "; it would have been the first one"):
-        weights = gathered(model.state_dict(keep_vars=True), ranks)
-        names = {p: name for name, p in model.named_parameters()}
-        moments = {f"{names[p]}/{key}": v for p, of_p in optimizer.state.items() for key, v in of_p.items()}
-        moments = gathered(moments, ranks)
         if ranks.main:
             clean(run_dir)
-            training.mkdir(parents=True)
-            export(model, tokenizer, weights, aside, dtype, prompt or {})
-            if dtype != "float32":
-                save_file({name: weights[name] for name in names.values()}, training / "master.safetensors")
-            save_file(moments, training / "optimizer.safetensors")
+            (training / "shards").mkdir(parents=True)
             (training / "state.json").write_text(json.dumps(state))
+        weights = gathered(model.state_dict(keep_vars=True), ranks, getattr(torch, dtype))
+        if ranks.main:
+            export(model, tokenizer, weights, aside, dtype, prompt or {})
+        del weights
         ranks.barrier()
+        save_shards(training / "shards", sharded(model, optimizer, weights=dtype != "float32"), ranks)
         files = bufferfile.save(buffer, training, ranks.rank)
         ranks.barrier()
+        written = [p for p in sorted(aside.rglob("*")) if p.is_file()]
+        named = {p: p.stem for p in written if p.parent == training / "buffer"}  # after its checksum
+        mine = written[ranks.rank :: ranks.size]
+        sums = ranks.gather([(str(p.relative_to(aside)), named.get(p) or checksum(p)) for p in mine])
         if ranks.main:
-            written = [p for p in sorted(aside.rglob("*")) if p.is_file()]
-            named = {p: p.stem for p in written if p.parent == training / "buffer"}  # after its checksum
-            sums = {str(p.relative_to(aside)): named.get(p) or checksum(p) for p in written}
-            (training / "manifest.json").write_text(json.dumps(sums, indent=1))
+            (training / "manifest.json").write_text(json.dumps(dict(sorted(sums)), indent=1))
             for path in [*aside.rglob("*"), aside]:
                 fsync(path)
             if final.exists():  # damaged, and passed over when the run was resumed
@@ -87,13 +91,61 @@ def clean(run_dir: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def gathered(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.Tensor]:
-    """The tensors in the main rank's host memory, one after another; nothing on the other ranks."""
+def sharded(model, optimizer, weights: bool) -> dict[str, torch.Tensor]:
+    """This rank's moments as exp_avg/NAME, exp_avg_sq/NAME and step/NAME, and its fp32 weights as weight/NAME."""
+    found = {}
+    for name, p in model.named_parameters():
+        found |= {f"{key}/{name}": moment for key, moment in optimizer.state[p].items()} if p in optimizer.state else {}
+        found |= {f"weight/{name}": p.detach()} if weights else {}
+    return dict(sorted(found.items()))
+
+
+def save_shards(folder: Path, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
+    """Each rank writes its part of the tensors into safetensors files, of FILE_BYTES over all ranks."""
+    if tensors:
+        with plain_errors():
+            writer = dcp.HuggingFaceStorageWriter(str(folder), files_of(tensors), save_distributed=True)
+            dcp.save(tensors, storage_writer=writer, no_dist=ranks.size == 1)
+
+
+def files_of(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    """name -> number of the file that holds it, from 1."""
+    ends = list(itertools.accumulate(tensor.nbytes for tensor in tensors.values()))
+    used = sorted({end // FILE_BYTES for end in ends})
+    return {name: 1 + used.index(end // FILE_BYTES) for name, end in zip(tensors, ends, strict=True)}
+
+
+def load_shards(folder: Path, model, optimizer, ranks: Ranks) -> None:
+    """Fills weights and moments of this rank with what `sharded` returned on any number of ranks."""
+    reader, parameters, tensors = dcp.HuggingFaceStorageReader(str(folder)), dict(model.named_parameters()), {}
+    for key in reader.read_metadata().state_dict_metadata:
+        what, name = key.split("/", 1)
+        p = parameters[name]
+        tensors[key] = p.detach() if what == "weight" else optimizer.state[p][what]
+    if tensors:
+        with plain_errors():
+            dcp.load(tensors, storage_reader=reader, no_dist=ranks.size == 1)
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """torch.distributed.checkpoint collects the errors of all ranks: raises the first of them. Its warning that
+    there is only one process is not shown."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
+
+
+def gathered(tensors: dict[str, torch.Tensor], ranks: Ranks, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors in `dtype` in the main rank's host memory, one after another; nothing on the other ranks."""
     out: dict[str, torch.Tensor] = {}
     same: dict[int, torch.Tensor | None] = {}  # by identity: tied weights stay tied
     for name, tensor in tensors.items():
         if id(tensor) not in same:
-            value = full(tensor)
+            value = full(tensor, dtype)
             same[id(tensor)] = value.cpu() if ranks.main else None
         out[name] = same[id(tensor)]
     return out if ranks.main else {}
@@ -101,9 +153,6 @@ def gathered(tensors: dict[str, torch.Tensor], ranks: Ranks) -> dict[str, torch.
 
 def export(model, tokenizer, weights: dict[str, torch.Tensor], folder: Path, dtype: str, prompt: dict) -> None:
     """The model folder, weights in `dtype`: config, weights, generation config, tokenizer, chat template, prompt."""
-    cast: dict[int, torch.Tensor] = {}  # by address, so that tied weights stay tied
-    wanted = getattr(torch, dtype)
-    weights = {name: cast.setdefault(v.data_ptr(), v.to(wanted)) for name, v in weights.items()}
     model.save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -176,14 +225,6 @@ def damaged(folder: Path) -> str | None:
 def load(folder: Path, model, optimizer, buffer, ranks: Ranks, uids: Collection[str]) -> dict:
     """Fills optimiser, buffer and, where the folder that `model` came from rounds them, weights; returns state.json."""
     training = folder / "training"
-    parameters = dict(model.named_parameters())
-    if (training / "master.safetensors").exists():
-        with torch.no_grad():
-            for name, value in load_file(training / "master.safetensors").items():
-                parameters[name].copy_(like(value, parameters[name]))
-    for key, value in load_file(training / "optimizer.safetensors").items():
-        name, moment = key.rsplit("/", 1)
-        parameter = parameters[name]
-        optimizer.state[parameter][moment] = like(value, parameter)
+    load_shards(training / "shards", model, optimizer, ranks)
     bufferfile.load(buffer, training, ranks, uids.__contains__)
     return json.loads((training / "state.json").read_text())

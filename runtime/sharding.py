@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from runtime.attention import attention
@@ -80,14 +80,6 @@ def full(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor
     """A parameter or gradient as one tensor on every rank, in `dtype`; all ranks call it together."""
     tensor = tensor.detach().to(dtype or tensor.dtype)
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's copy of `value` (from a file, the same on each rank), laid out as `parameter` is, if of its shape."""
-    value = value.to(parameter.device, copy=True)
-    if isinstance(parameter, DTensor) and value.shape == parameter.shape:
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return value
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,10 @@ import functools
 import multiprocessing
 import os
 import socket
+import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import fresh_group, random_model, step_on, train_run
@@ -14,8 +16,10 @@ from tiny_run import SHORT, RuleVerifier, short_model
 
 import r3
 import verify
+from replay import ReplayBuffer, Response
 from runtime import model as lm
 from runtime import run as run_module
+from runtime.problems import Problem
 from runtime.ranks import Ranks
 from runtime.sharding import blocks, full, recompute_activations, shard
 
@@ -84,6 +88,53 @@ def test_every_rank_has_the_same_number_of_queries():
         shares = [Ranks(rank, size, torch.device("cpu")).share(reversed(uids)) for rank in range(size)]
         assert sorted(uid for share in shares for uid in share) == sorted(uids)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def sampled(ranks: Ranks, epochs: int, lengths: dict[str, int], steps: int = 8) -> list[list[str]]:
+    """The uids of each step of a rank whose responses have these lengths, 4 queries per step and rank."""
+    mine = ranks.share(lengths)
+    problems = [Problem(uid, uid, "1", uid) for uid in lengths if uid in mine]
+    c, buffer, out = r3.Config(batch_size=4 * ranks.size), ReplayBuffer(), []
+    run = types.SimpleNamespace(config=c, ranks=ranks, problems=problems, buffer=buffer, steps_per_epoch=steps)
+    for step in range(1, epochs * steps + 1):
+        batch = [problem.uid for problem in r3.batch_of(run, step)]
+        again = ReplayBuffer()
+        again.load_state_dict(buffer.state_dict())  # as after a resume at this step
+        run.buffer = again
+        assert [problem.uid for problem in r3.batch_of(run, step)] == batch
+        run.buffer = buffer
+        for uid in batch:
+            response = Response([1], [2] * lengths[uid], np.zeros(lengths[uid]), False, False, 0.0, step)
+            buffer.add(uid, [response, response])
+        out.append(batch)
+    return out
+
+
+def test_long_queries_are_spread_over_the_steps_of_all_ranks_once_their_lengths_are_known():
+    """Each rank visits each of its queries once per epoch; the slowest rank has little more to sample than the mean."""
+    lengths = {f"q{i}": 8 if i % 4 else 100 + 5 * i for i in range(4 * 4 * 8)}
+    of_ranks = [sampled(Ranks(rank, 4, torch.device("cpu")), 2, lengths) for rank in range(4)]
+    excess = []
+    for epoch in range(2):
+        parts = [steps[8 * epoch :][:8] for steps in of_ranks]
+        assert sorted(uid for steps in parts for step in steps for uid in step) == sorted(lengths)
+        tokens = np.array([[sum(lengths[uid] for uid in step) for step in steps] for steps in parts])  # (rank, step)
+        excess.append((tokens.max(0) / tokens.mean(0) - 1).mean())
+    assert excess[1] < 0.6 * excess[0], excess
+
+
+def waited(ranks: Ranks) -> float | None:
+    run = types.SimpleNamespace(seconds={"collect": 1.0 + 2 * ranks.rank, "update": 1.0}, step=1)
+    run.ranks, run.config = ranks, r3.Config(log_samples=0)
+    run.sampler, run.verifier = types.SimpleNamespace(load_seconds=0.0), types.SimpleNamespace(killed=0)
+    run.logs = types.SimpleNamespace(row=lambda row: setattr(run, "row", row), samples=lambda rows: None)
+    run.bar = types.SimpleNamespace(set_postfix=lambda *_, **__: None, update=lambda: None)
+    run_module.log_step(run, 1, [], [], {})
+    return run.row["seconds_waited"] if ranks.main else None
+
+
+def test_the_wait_for_the_slowest_rank_is_a_metric(tmp_path):
+    assert on_ranks(2, waited, tmp_path)[0] == 1.0  # 3 s and 1 s: one waits 2 s, the other one not at all
 
 
 # ------------------------------------------------------------------------------------------------------ one numerics

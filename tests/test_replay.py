@@ -209,6 +209,7 @@ def test_the_buffer_survives_save_and_load():
     loaded.add("gone", responses("gone", [True]))
     loaded.load_state_dict(state)
     assert held(loaded) == held(buffer) and loaded.accuracy("a") == buffer.accuracy("a") == 0.5
+    assert loaded.lengths == buffer.lengths and set(buffer.lengths) == {"a"}  # a reflection says nothing of a query
     for uid, correct in (("a", True), ("a", False), ("ü", False)):
         old, new = (b.recall(uid, correct, 9, random.Random(1)) for b in (buffer, loaded))
         for x, y in zip(old, new, strict=True):

@@ -19,7 +19,7 @@ from runtime.optimizer import gradient
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-TIMED = {"seconds_load", "seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb"}
+TIMED = {"seconds_load", "seconds_rollout", "seconds_waited", "seconds_update", "tokens_per_second", "peak_memory_gb"}
 
 
 class ParityVerifier:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import byte_tokenizer, random_model
+from safetensors import safe_open
 from tqdm import tqdm
 
 import r3
@@ -27,7 +28,7 @@ from runtime.errors import exit_cleanly
 from runtime.ranks import Ranks
 
 # no two runs agree in these
-TIMING = ("seconds_load", "seconds_rollout", "seconds_update", "tokens_per_second", "peak_memory_gb")
+TIMING = ("seconds_load", "seconds_rollout", "seconds_waited", "seconds_update", "tokens_per_second", "peak_memory_gb")
 
 SHORT = {
     "device": "cpu",
@@ -149,12 +150,17 @@ def rows(run_dir: Path, name: str = "metrics.jsonl") -> list[dict]:
 
 
 def checkpoints(run_dir: Path) -> dict[str, dict]:
-    """name -> sha256 of every file in it; what the buffer holds, for its files depend on when the run was saved."""
+    """name -> sha256 of every file in it; what the buffer holds, for its files depend on when the run was saved; what
+    the shards hold, for the header of a safetensors file has no order."""
     found = {}
     for folder in sorted((run_dir / "checkpoints").glob("step_*")):
         sums = json.loads((folder / "training" / "manifest.json").read_text())
-        sums = {name: value for name, value in sums.items() if "buffer" not in name}
+        sums = {name: value for name, value in sums.items() if "buffer" not in name and "shards" not in name}
         found[folder.name] = sums | {"buffer": stored(folder)}
+        for file in sorted((folder / "training" / "shards").iterdir()):
+            with safe_open(file, "pt") as opened:
+                tensors = {name: opened.get_tensor(name).tolist() for name in opened.keys()}  # noqa: SIM118
+                found[folder.name][file.name] = opened.metadata(), tensors
     return found
 
 
