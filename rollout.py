@@ -158,7 +158,7 @@ class Slots:
 class Sampler:
     """Samples responses from `model`, a Hugging Face causal LM with plain attention; it may be the policy itself.
 
-    At most `slots` responses run at a time (None: as many as memory holds, up to 512), each of at most `max_len`
+    At most `slots` responses run at a time (None: as many as memory holds, up to `most`), each of at most `max_len`
     positions, prompt included. `fixed_shapes`, `eos_every`, `graphs`: on, 8 and on with CUDA; off, 1 and off without.
     """
 
@@ -171,6 +171,7 @@ class Sampler:
         fixed_shapes: bool | None = None,
         eos_every: int | None = None,
         graphs: bool | None = None,
+        most: int = 512,
     ):
         self.model, self.device, self.max_len = model, model.device, max_len
         cuda = self.device.type == "cuda"
@@ -179,14 +180,14 @@ class Sampler:
         self.advance = self._step_by_graph if (cuda if graphs is None else graphs) else self._step
         self.shape = attention_shape(model, max_len)
         self.is_eos = eos_table(eos_ids, len(model.get_output_embeddings().weight))
-        self.slots = self._fit(slots)
+        self.slots = self._fit(slots, most)
         self.cache, self.graphs, self.load_seconds = None, {}, 0.0
         self.tokens = self.slot_steps = 0  # tokens returned, and slots computed for them, in all calls so far
 
-    def _fit(self, slots: int | None) -> int:
+    def _fit(self, slots: int | None, at_most: int) -> int:
         each, free = slot_bytes(self.shape, self.max_len, self.model.dtype), free_bytes(self.device)
         most = int(0.9 * free) // each
-        wanted = min(most, 512) if slots is None else slots
+        wanted = min(most, at_most) if slots is None else slots
         if not 1 <= wanted <= most:
             raise UserError(
                 f"slots: found {slots} of {each / 2**20:,.2f} MiB each at max_len {self.max_len}, allowed: 1 to {most} "

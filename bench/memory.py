@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parent))  # last: bench/verify.py is not veri
 from rehearse import Phase, arguments, rehearse, shape_of
 
 import r3
+from runtime.checkpoint import FILE_BYTES
 from runtime.errors import UserError, exit_cleanly
 from runtime.memory import HELPS, MOST, OUTSIDE
 
@@ -86,11 +87,12 @@ def rows(c: r3.Config, phases: dict[str, Phase], gpus: int) -> list[dict]:
     P, _ = numbers(shape_of(c.model))
     buffer = STORED * getattr(c, "buffer_tokens", 4_000_000_000)
     host = {"load": gpus * (PROCESS + 2 * P)}
-    host |= {name: gpus * PROCESS + buffer + (phase.host if name == "save" else 0) for name, phase in phases.items()}
+    host |= dict.fromkeys(phases, gpus * PROCESS + buffer)
+    host["save"] += phases["save"].host + (gpus > 1) * 2 * FILE_BYTES  # the main rank; the parts of the others
     found = [{"phase": "load", "host": host["load"] / GB}]
     for name, phase in phases.items():
         held = {key: phase.held.get(key, 0) / GB for key in COLUMNS}
-        working = round(phase.card / GB - sum(held.values()), 3)
+        working = round(phase.card / GB - sum(held.values()), 3) + 0.0  # no -0.0
         row = {"phase": name} | held | {"working": working, "outside": OUTSIDE / GB}
         found.append(row | {"total": (phase.card + OUTSIDE) / GB, "host": host[name] / GB})
     return found

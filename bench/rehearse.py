@@ -51,11 +51,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import entropy
 import r3
 import rollout
+import runtime.memory
 import runtime.sharding
 from runtime import checkpoint
 from runtime import config as settings
 from runtime import model as lm
 from runtime.errors import UserError, exit_cleanly
+from runtime.memory import most_slots
+from runtime.optimizer import adamw
 from runtime.ranks import Ranks
 from runtime.run import Run
 from runtime.sharding import recompute_activations, shard
@@ -259,6 +262,7 @@ def fake_card(gpus: int, memory: Memory, gb: float) -> Iterator[torch.device]:
             (entropy, "triton", entropy.triton or mock.Mock(cdiv=lambda a, b: -(-a // b))),
             (rollout, "SlotCache", CardCache),
             (rollout, "free_bytes", room),
+            (runtime.memory, "card_bytes", lambda _: int(gb * 1e9)),
             (runtime.sharding, "init_device_mesh", lambda *_: mesh),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
         ):
@@ -305,17 +309,14 @@ class Rehearsal:
             if c.beta > 0:
                 reference = self.build(shape, dtype).requires_grad_(False)
                 shard(reference, ranks, dtype, stored=dtype)
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
         reflection = c.reflection_tokens + TEMPLATE_TOKENS if c.reflect else 0
         self.longest_prompt = c.max_prompt_tokens + reflection
+        with self.holding("moments"):
+            optimizer = adamw(policy, c)
         self.longest = min(self.longest_prompt + c.max_new_tokens, lm.positions(policy))
         empty = {f.name: None for f in dataclasses.fields(Run) if f.default is dataclasses.MISSING}
         parts = {"config": c, "ranks": ranks, "policy": policy, "reference": reference, "optimizer": optimizer}
         self.run = Run(**{k: v for k, v in empty.items() if k != "seconds"} | parts)
-        with self.holding("moments"):
-            for p in policy.parameters():
-                state = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p)}
-                optimizer.state[p] = state | {"exp_avg_sq": torch.zeros_like(p)}
         self.sampled_from = sampled_from
 
     def build(self, shape, dtype: torch.dtype):
@@ -344,6 +345,7 @@ class Rehearsal:
         probe = mock.patch.object(rollout, "attention_shape", lambda *_: shape)  # it may compare numbers
         with probe, mock.patch.object(rollout.Sampler, "_step", guarded):
             options = {"fixed_shapes": True, "eos_every": 1, "graphs": False}
+            options |= {"most": most_slots(self.c, self.run.policy, self.ranks, self.longest)}
             sampler = rollout.Sampler(self.sampled_from, {0}, self.c.slots, self.longest, **options)
             sampler.load(self.run.policy)
             prompts = [[7] * self.longest_prompt] * max(1, rollout.PREFILL_TOKENS // self.longest_prompt)
@@ -382,13 +384,16 @@ class Rehearsal:
     # -- a checkpoint
 
     def save(self) -> None:
-        """What checkpoint.save gathers on the first rank, and the weights in the dtype that they are written in."""
-        policy, state = self.run.policy, self.run.optimizer.state
-        weights = checkpoint.gathered(policy.state_dict(keep_vars=True), self.ranks)
-        moments = {f"{i}/{key}": value for i, p in enumerate(state) for key, value in state[p].items()}
-        kept = checkpoint.gathered(moments, self.ranks)
-        written = {name: value.to(getattr(torch, self.c.save_dtype)) for name, value in weights.items()}
-        assert set(written) == set(weights) and len(kept) == len(moments)
+        """What checkpoint.save gathers on the first rank, and its part of each file, as tensors and as bytes."""
+        policy, dtype = self.run.policy, getattr(torch, self.c.save_dtype)
+        weights = checkpoint.gathered(policy.state_dict(keep_vars=True), self.ranks, dtype)
+        assert len(weights) == len(policy.state_dict())
+        del weights
+        tensors = checkpoint.sharded(policy, self.run.optimizer, weights=dtype != torch.float32)
+        files = checkpoint.files_of(tensors)
+        for number in set(files.values()):
+            parts = [runtime.sharding.local(tensors[name]).cpu() for name in files if files[name] == number]
+            parts += [torch.empty_like(part) for part in parts]
 
 
 @dataclasses.dataclass

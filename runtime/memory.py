@@ -1,6 +1,7 @@
 """memory.py: whether a run fits its cards, before it begins. Left out: how that was measured (bench/memory.py).
 
     needed(config, shape, parameters, ranks=8, slots=64, longest=10432)     # {"sampling": bytes, "update": bytes}
+    most_slots(config, policy, ranks, longest=10432)                        # for slots: null
     refuse(config, policy, sampler, ranks)                                  # UserError where the card is too small
 
 A formula with two fitted numbers; tests/test_rehearse.py holds it to 5 % of what the run's own code takes under fake
@@ -38,11 +39,27 @@ def needed(c, shape, parameters: int, ranks: int, slots: int, longest: int) -> d
     return {"sampling": lasting + cache, "update": lasting + 4 * P // ranks + kept + gathered}
 
 
+def most_slots(c, policy, ranks: Ranks, longest: int) -> int:
+    """The most slots that help: a step's responses on this rank; on a card, no more than the plan has room for."""
+    responses = c.batch_size * c.group_size // ranks.size * (2 if c.reflect else 1)
+    if ranks.device.type == "cpu":
+        return responses
+    empty, one = (
+        needed(c, policy.config, sum(p.numel() for p in policy.parameters()), ranks.size, slots, longest)["sampling"]
+        for slots in (0, 1)
+    )
+    return max(1, min(responses, int(MOST * card_bytes(ranks.device) - empty) // (one - empty)))
+
+
+def card_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[1]
+
+
 def refuse(c, policy, sampler, ranks: Ranks) -> None:
     """Raises UserError where a phase would take more than nine tenths of the card; nothing without CUDA."""
     if ranks.device.type != "cuda":
         return
-    card, parameters = torch.cuda.mem_get_info(ranks.device)[1], sum(p.numel() for p in policy.parameters())
+    card, parameters = card_bytes(ranks.device), sum(p.numel() for p in policy.parameters())
     for phase, size in needed(c, policy.config, parameters, ranks.size, sampler.slots, sampler.max_len).items():
         if size > MOST * card:
             raise UserError(

@@ -24,6 +24,16 @@ NAMES = ("loss", "kl", "clip_fraction", "ratio_replayed", "logp_gap", "logp_gap_
 MOST_BAD_STEPS = 10  # in a row; then the run ends
 
 
+def adamw(policy, c) -> torch.optim.AdamW:
+    """AdamW with its moments in place, so that the memory that is free stays free, and a checkpoint can fill them."""
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
+    for p in policy.parameters():
+        if p.requires_grad:
+            moments = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | moments
+    return optimizer
+
+
 def optimizer_step(run, examples: Sequence, add_gradient: Callable) -> dict[str, tuple[float, float]]:
     """One step on the examples of this rank and those of the others. Returns name -> (sum, weight) of this rank.
 

@@ -35,6 +35,7 @@ from runtime import model as lm
 from runtime import ranks as machine
 from runtime.errors import UserError
 from runtime.files import append, fsync, json_line, read_jsonl, write_atomically
+from runtime.optimizer import adamw
 from runtime.problems import Problem, load
 from runtime.ranks import Ranks
 from runtime.sharding import local, recompute_activations, shard
@@ -165,9 +166,11 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
     reflection = c.reflection_tokens + len(tokenizer.encode(c.reflection_template)) + 64 if c.reflect else 0
     longest = c.max_prompt_tokens + reflection + c.max_new_tokens
     check_room(problems, eval_problems, prompts, policy, tokenizer, c)
-    sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, min(longest, lm.positions(policy)))
+    longest = min(longest, lm.positions(policy))
+    optimizer = adamw(policy, c)
+    most = memory.most_slots(c, policy, ranks, longest)
+    sampler = Sampler(sampled_from, lm.eos_ids(policy, tokenizer), c.slots, longest, most=most)
     memory.refuse(c, policy, sampler, ranks)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=c.lr, weight_decay=c.weight_decay, fused=True)
     buffer = ReplayBuffer(c.buffer_per_query, c.history, c.min_history, c.buffer_tokens // ranks.size)
     parts = policy, reference, tokenizer, sampler, optimizer, buffer, verifier, signals, problems, prompts
     run = Run(c, ranks, *parts, eval_problems, n_problems=len(problems), problems_checksum=fingerprint(problems))
@@ -270,6 +273,7 @@ def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
     """One row of metrics.jsonl, a few responses for samples.jsonl, and the bar."""
     seconds = run.seconds["collect"], run.seconds["update"]
     kinds = {kind: [g for g in sampled if g.prompt.kind == kind] for kind in (PLAIN, REFLECTION)}
+    waited = run.ranks.max(seconds[0]) - seconds[0]
     once = float(run.ranks.main)  # a count is a sum over ranks: (count, 1) on one rank, (count, 0) on the others
     pairs = {
         **describe(kinds[PLAIN]),
@@ -279,6 +283,7 @@ def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
         **learning,
         "seconds_load": (run.sampler.load_seconds, 1),
         "seconds_rollout": (seconds[0], 1),
+        "seconds_waited": (waited, 1),
         "seconds_update": (seconds[1], 1),
         "tokens_per_second": (sum(len(a.response_ids) for g in sampled for a in g.responses) / sum(seconds), once),
         "peak_memory_gb": (machine.peak_memory_gb(run.ranks.device), 1),
