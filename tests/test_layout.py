@@ -9,8 +9,8 @@ ALGORITHMS = ["r3"]
 # from the top to the bottom; a module imports only modules of lines below its own
 LAYERS = """
 r3
-runtime.run runtime.optimizer
-runtime.memory
+runtime.run
+runtime.memory runtime.optimizer
 plot
 eval
 verify rollout runtime.checkpoint runtime.signals
