@@ -224,7 +224,7 @@ def check(folder: Path, parts: dict[str, list], budget: int, seed: int, samples:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     problems = [problem for part in parts.values() for problem in part]
-    groups = respond(model, tokenizer, [problem.text for problem in problems], samples)
+    groups = respond(model, tokenizer, [problem.text for problem in problems], samples, budget)
     print(f"part   pass@1  pass@{samples}  truncated  hard  tokens")
     for name, part in {**parts, "all": problems}.items():
         some = [pair for pair in zip(problems, groups, strict=True) if pair[0] in part]
