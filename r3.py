@@ -17,23 +17,12 @@ Algorithm 1. These line numbers stand in the margin of the code, in README.md an
      8      one optimiser step on the objective (Eq. 2) with the advantages of Eq. 1 and Eq. 3
      9      S <- S u the fresh responses
 
-The life of a response, by what it is in the group that trains on it:
-
-                                     fresh, plain prompt    fresh, reflection prompt    replayed
-    enters the buffer S (9)          yes                    yes                         no, it is there already
-    counts for the query's accuracy  yes                    no                          no
-    can earn the ranking reward (5)  yes                    yes                         no
-    can be replayed (6, 7)           into any collapsed group of its query, same prompt kind first
-    is trained under                 its own prompt         its own prompt              its own prompt (replay_prompt)
-    pi_old                           the policy before the step (ratio 1)               as recorded (replay_logp)
-    KL term, gradient                yes, unless all advantages of its group are 0
-    denominator of the loss          yes, always
-
 Symbols: q query, uid its name · o_i response · G group (G_mix with replayed responses) · L tokens of a response ·
 R reward · A advantage · H entropy in nats · S buffer · tau, k, p, alpha, lambda, eps, beta: see Config ·
 pi_theta policy, pi_old the policy before the step, or the one that sampled · pi_ref reference.
 
-README.md has the departures from the paper. Line 9 follows line 8, so that an interrupted step changes nothing.
+ALGORITHM.md has the reasons and the life of a response, README.md the departures from the paper. Line 9 follows line 8,
+so that an interrupted step changes nothing.
 """
 
 from __future__ import annotations
@@ -132,6 +121,7 @@ class Config:
     lam: float = bounded(1e-4, above=0)  # lambda in Eq. 1 and 3
     replay_logp: str = one_of("behaviour", "current")  # pi_old of replayed responses: as recorded, or recomputed
     replay_prompt: str = one_of("own", "group")  # the prompt that a replayed response is trained under
+    replay_order: str = one_of("random", "newest")  # which stored responses come first, after those of the same kind
     buffer_per_query: int = bounded(8, low=1)  # stored successes per query, and as many failures
     buffer_tokens: int = bounded(4_000_000_000, low=1)  # stored on all ranks, prompts included; 8 bytes each
 
@@ -139,6 +129,7 @@ class Config:
     reflect: bool = True  # ISR is on
     tau: float = bounded(0.25, low=0, high=1)  # a query is hard if its mean past accuracy is below it
     min_history: int = bounded(8, low=1)  # verdicts before a query can count as hard
+    reflect_share: float = bounded(1.0, above=0, high=1)  # at most so many reflection prompts, of a rank's batch
     reflection_tokens: int = bounded(1024, low=1)  # of the failed response that the prompt shows, cut at the front
     reflection_template: str = (  # q (+) o_h (+) p_r
         "{problem}\n\nHere is an earlier attempt at this problem. Its answer is wrong.\n\n<attempt>\n{attempt}\n"
@@ -148,6 +139,7 @@ class Config:
     # SERR, structural entropy ranking rewards
     rank: bool = True  # SERR is on
     rank_on: str = one_of("truncated", "failed")  # responses of an all-wrong group that are ranked
+    rank_rewards: str = one_of("published", "centred", "all_truncated")  # added; less their mean; only if none finished
     peak_ratio: float = bounded(0.2, above=0, high=1)  # p, share of the tokens in E_peak
     r_max: float = bounded(0.5, low=0, below=1)  # R_max, reward of the best rank; no failure beats a success
 
@@ -176,11 +168,10 @@ class Config:
                 f"top_p = {self.top_p}, top_k = {self.top_k}, allowed in training: 1 and 0, for the ratio would "
                 "compare two distributions; eval_top_p is for evaluation"
             )
-        for key, limit in (
-            ("minibatches", "batch_size"), ("replay_k", "buffer_per_query"), ("min_history", "history")
-        ):  # fmt: skip
+        at_most = {"minibatches": "batch_size", "replay_k": "buffer_per_query", "min_history": "history"}
+        for key, limit in at_most.items():
             if getattr(self, key) > getattr(self, limit):
-                name = limit if limit != "history" else "4 group_size"
+                name = limit.replace("history", "4 group_size")
                 raise UserError(f"{key} = {getattr(self, key)}, allowed: at most {name} = {getattr(self, limit)}")
         if self.overlong_tokens >= self.max_new_tokens:
             allowed = f"below max_new_tokens = {self.max_new_tokens}"
@@ -293,15 +284,17 @@ class Group:
 def rank_failures(group: Group, c: Config) -> Group:
     """SERR, line 5: truncated (or all failed) responses of an all-wrong group are rewarded by their entropy's shape.
 
-    A group with fewer than two of them stays as it is: one response has no rank.
+    `rank_rewards`: `published` adds the ranking reward, `centred` adds it less its mean R_max / 2, `all_truncated` adds
+    it where no response finished. A group with fewer than two of them stays as it is: one response has no rank.
     """
-    ranked = [i for i, r in enumerate(group.responses[: group.n_fresh]) if c.rank_on == "failed" or not r.finished]
-    if not group.all_wrong or len(ranked) < 2:
+    finished = [r.finished for r in group.responses[: group.n_fresh]]
+    ranked = [i for i, ended in enumerate(finished) if c.rank_on == "failed" or not ended]
+    if not group.all_wrong or len(ranked) < 2 or (c.rank_rewards == "all_truncated" and any(finished)):
         return group
     peak, glob = zip(*(peak_and_global(group.entropies[i], c.peak_ratio) for i in ranked), strict=True)
-    rewards = list(group.rewards)
+    rewards, mean = list(group.rewards), c.r_max / 2 if c.rank_rewards == "centred" else 0.0
     for i, reward in zip(ranked, serr(peak, glob, c.r_max).tolist(), strict=True):
-        rewards[i] += reward
+        rewards[i] += reward - mean
     return replace(group, rewards=tuple(rewards), n_ranked=len(ranked))
 
 
@@ -312,7 +305,8 @@ def inject_replay(group: Group, buffer: ReplayBuffer, c: Config, rng: random.Ran
     """
     if not group.collapsed:
         return group
-    found = buffer.recall(group.uid, group.all_wrong, c.replay_k, rng, group.prompt.kind)
+    newest = c.replay_order == "newest"
+    found = buffer.recall(group.uid, group.all_wrong, c.replay_k, rng, group.prompt.kind, newest)
     if c.replay_prompt == "group":
         found = [replace(response, prompt_ids=group.prompt.ids) for response in found]
     rewards = group.rewards + tuple(response.reward for response in found)
@@ -453,7 +447,10 @@ def rng(c: Config, *key) -> random.Random:
 
 
 def reflections(run: Run, batch: list[Problem], step: int) -> list[Prompt]:
-    """Line 3: a reflection prompt for each hard query of the batch that has a stored failure."""
+    """Line 3: a reflection prompt for each hard query of the batch that has a stored failure.
+
+    At most `reflect_share` of the batch, and at least one: lowest accuracy first, then longest without a success.
+    """
     c, found = run.config, []
     for problem in batch:
         accuracy = run.buffer.accuracy(problem.uid)
@@ -464,7 +461,9 @@ def reflections(run: Run, batch: list[Problem], step: int) -> list[Prompt]:
             ids = lm.chat_prompt(run.tokenizer, text + c.prompt_suffix, c.system_prompt)
             if len(ids) + c.max_new_tokens <= run.sampler.max_len:  # an excerpt that is encoded anew may be longer
                 found.append(Prompt(problem, REFLECTION, ids))
-    return found
+    uids = sorted((p.problem.uid for p in found), key=lambda uid: (run.buffer.accuracy(uid), run.buffer.solved(uid)))
+    hardest = uids[: max(1, int(c.reflect_share * len(batch)))]
+    return [prompt for prompt in found if prompt.problem.uid in hardest]
 
 
 @interruptible

@@ -106,12 +106,14 @@ class ReplayBuffer:
         response = self.stored[number][1]
         return len(response.prompt_ids) + len(response.response_ids)
 
-    def recall(self, uid: str, correct: bool, k: int, rng, kind: str = PLAIN) -> list[Response]:
+    def recall(self, uid, correct: bool, k: int, rng, kind: str = PLAIN, newest: bool = False) -> list[Response]:
         """At most `k` different stored responses of `uid` with this verdict, those of the same prompt kind first.
 
-        rng: anything with `.random()` (random.Random, numpy Generator); it orders the candidates of each kind.
+        rng: anything with `.random()` (random.Random, numpy Generator); it orders the candidates of each kind, or with
+        `newest`, those of each step.
         """
-        found = sorted(self._of(uid, correct), key=lambda response: (response.kind != kind, rng.random()))
+        found = self._of(uid, correct)
+        found.sort(key=lambda response: (response.kind != kind, newest * -response.step, rng.random()))
         return [with_lists(response) for response in found[:k]]
 
     def failure(self, uid: str, rng) -> Response | None:
@@ -130,6 +132,10 @@ class ReplayBuffer:
     def length(self, uid: str, before: int) -> float | None:
         """Mean tokens of the newest group on the plain prompt from before this step; None where there was none."""
         return next((mean for step, mean in reversed(self.lengths.get(uid, ())) if step < before), None)
+
+    def solved(self, uid: str) -> int:
+        """The step of its newest stored success, on either kind of prompt; 0 without one."""
+        return max((response.step for response in self._of(uid, True)), default=0)
 
     # -------------------------------------------------------------------------------------- save and load
 

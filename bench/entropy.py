@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+sys.path.pop(0)  # bench/, where trl.py is not TRL
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 TEMPERATURE = 0.8

@@ -63,6 +63,26 @@ def test_recall_prefers_the_same_prompt_kind_then_takes_the_other():
         assert kinds == [REFLECTION, REFLECTION, "plain"]
 
 
+def test_newest_first_is_by_step_random_within_one_and_after_the_prompt_kind():
+    buffer = ReplayBuffer()
+    buffer.add("a", responses("a", [True] * 3, start=4))
+    buffer.add("a", [replace(a, step=9, kind=REFLECTION) for a in responses("a", [True] * 3)])
+    found = [buffer.recall("a", True, 5, random.Random(i), newest=True) for i in range(20)]
+    assert all([a.step for a in some] == [6, 5, 4, 9, 9] for some in found)
+    assert len({tuple(a.response_ids) for some in found for a in some[3:4]}) == 3
+    found = buffer.recall("a", True, 4, random.Random(0), kind=REFLECTION, newest=True)
+    assert [a.step for a in found] == [9, 9, 9, 6]
+
+
+def test_a_query_is_solved_at_the_step_of_its_newest_success():
+    buffer = ReplayBuffer()
+    buffer.add("a", responses("a", [False], start=3))
+    assert buffer.solved("a") == buffer.solved("b") == 0
+    buffer.add("a", responses("a", [True, True, False], start=5))
+    buffer.add("a", responses("a", [True], start=8, kind=REFLECTION))
+    assert buffer.solved("a") == 8
+
+
 def test_log_probs_travel_with_the_sample():
     buffer, (sample,) = ReplayBuffer(), responses("a", [True])
     buffer.add("a", [sample])
