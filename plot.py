@@ -16,7 +16,7 @@ import math
 import os
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from runtime.config import expand
 from runtime.errors import UserError, exit_cleanly, nearest
+from scores import answers as answer_files
+from scores.tables import mean_pass_at_k, verdicts
 
 EXTENSIONS = (".png", ".pdf", ".svg")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito: safe for all
@@ -123,14 +125,8 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
 
 def pass_at_k_curve(rows: Sequence[dict]) -> np.ndarray:
     """Mean over problems of the unbiased pass@k for k = 1..N, N the fewest answers that a problem has. [N]"""
-    from eval import pass_at_k  # brings torch, which no other figure needs
-
-    verdicts: dict[str, list[bool]] = defaultdict(list)
-    for row in rows:
-        verdicts[row["uid"]].append(row["correct"])
-    counts = Counter((len(v), sum(v)) for v in verdicts.values())  # (n, c) -> problems
-    ks = range(1, min(n for n, _ in counts) + 1)
-    return np.array([sum(m * pass_at_k(n, c, k) for (n, c), m in counts.items()) for k in ks]) / len(verdicts)
+    fewest = min(map(len, verdicts(rows).values()))
+    return np.array([mean_pass_at_k(rows, k) for k in range(1, fewest + 1)])
 
 
 # --- Picture --------------------------------------------------------------------------------------------------------
@@ -255,7 +251,7 @@ def main(argv: Sequence[str]) -> None:
     entries = {label: [runs[i] for i in indices] for label, indices in by_seed(labels).items()}
     files = [Path(file).absolute() for file in args.answers]
     answers = {
-        label: pass_at_k_curve(read_rows(file, {"uid": str, "correct": bool}))
+        label: pass_at_k_curve(answer_files.read(file)[1])
         for label, file in zip(labels_of([file.with_suffix("") for file in files]), files, strict=True)
     }
     save(draw(entries, answers, args.smooth), args.out)

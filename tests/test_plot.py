@@ -133,7 +133,7 @@ def test_picture_is_written_in_the_format_of_its_name(tmp_path, name, capsys):
 
 def test_runs_and_answers_share_a_picture(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows = [{"uid": u, "correct": i == 0} for u in "ab" for i in range(2)]
+    rows = [{"uid": u, "correct": i == 0, "tokens": 5, "finished": True} for u in "ab" for i in range(2)]
     Path("base.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     drawn = []
     monkeypatch.setattr(plot, "save", lambda figure, path: drawn.append(figure))
@@ -176,7 +176,7 @@ MISTAKES = [  # (arguments, what the message says)
     (["r3", "--out", "a.png", "--smooth", "x"], "argument --smooth: invalid int value: 'x'"),
     (["r3", "--out", "a.png", "--smoth", "3"], "unrecognized arguments: --smoth"),
     (["--answers", "gone.jsonl", "--out", "a.png"], "gone.jsonl: cannot be read: No such file"),
-    (["--answers", "r3/metrics.jsonl", "--out", "a.png"], "metrics.jsonl:1: no 'uid' of type str; is this the right"),
+    (["--answers", "r3/metrics.jsonl", "--out", "a.png"], "metrics.jsonl:1: no 'uid' of type str; is this an answer"),
 ]
 
 
