@@ -1,7 +1,7 @@
 """eval.py: pass@1, pass@k, mean tokens and truncated share on benchmarks, with the trainer's sampler and verifier.
 
     python eval.py --model DIR --data aime24 math500 --n 16 --k 1 16 --max-new-tokens 32768 --out answers/r3
-    torchrun --nproc-per-node 8 eval.py --model DIR ...                 # the ranks share the problems
+    torchrun --nproc-per-node 8 -- eval.py --model DIR ...              # the ranks share the problems
     python eval.py --responses vllm.jsonl --data aime24                 # sampled by another engine, verified here
     python eval.py --answers answers/r3 --k 1 4 16 --lengths 4096 8192  # tables of answers that are there already
     python eval.py --compare answers/base answers/r3
