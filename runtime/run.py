@@ -2,7 +2,7 @@
 
     runs/NAME/config.yaml                the resolved config
              metrics.jsonl               a line per step; evaluations are lines of their own
-             samples.jsonl               a few responses of each step
+             samples.jsonl               a few groups of each step
              evals/step_000040.jsonl     every answer of an evaluation
              checkpoints/step_000040/    see checkpoint.py
 
@@ -40,6 +40,8 @@ from runtime.ranks import Ranks
 from runtime.sharding import local, recompute_activations, shard
 from runtime.signals import Signals
 from verify import Verifier
+
+LINE = 160  # characters of a line that samples.jsonl keeps of each response
 
 
 @dataclass
@@ -267,7 +269,7 @@ def describe(groups: Sequence, suffix: str = "") -> dict[str, tuple[float, float
 
 
 def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
-    """One row of metrics.jsonl, a few responses for samples.jsonl, and the bar."""
+    """One row of metrics.jsonl, a few groups for samples.jsonl, and the bar."""
     seconds = run.seconds["collect"], run.seconds["update"]
     kinds = {kind: [g for g in sampled if g.prompt.kind == kind] for kind in (PLAIN, REFLECTION)}
     once = float(run.ranks.main)  # a count is a sum over ranks: (count, 1) on one rank, (count, 0) on the others
@@ -296,20 +298,36 @@ def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
 
 
 def sample_record(run: Run, group) -> dict:
-    """A group's first response as a reader of samples.jsonl sees it."""
-    a = group.responses[0]
+    """A group as a reader of samples.jsonl and `plot.py --groups` see it: its first response in full, and of each one
+    the verdict, the outcome reward, the reward with that of its rank, the advantage, and its first and last line."""
+    texts = [lm.decode(run.tokenizer, a.response_ids).strip() for a in group.responses]
+    scored = zip(group.responses, group.rewards, group.advantages(run.config), texts, strict=True)
+    responses = [
+        {
+            "correct": a.correct,
+            "finished": a.finished,
+            "tokens": len(a.response_ids),
+            "outcome": round(a.reward, 6),
+            "reward": round(reward, 6),
+            "advantage": round(float(np.mean(A)), 6),
+            "replayed": i >= group.n_fresh,
+            "step": a.step,  # that sampled it
+            "kind": a.kind,  # of the prompt that it answers
+            "first": text.partition("\n")[0][:LINE],
+            "last": text.rpartition("\n")[2][-LINE:],
+        }
+        for i, (a, reward, A, text) in enumerate(scored)
+    ]
     return {
         "step": run.step,
         "uid": group.uid,
         "kind": group.prompt.kind,
-        "prompt": run.tokenizer.decode(a.prompt_ids),
-        "response": run.tokenizer.decode(a.response_ids),
+        "problem": group.prompt.problem.problem,
         "answer": group.prompt.problem.answer,
-        "correct": a.correct,
-        "finished": a.finished,
-        "reward": group.rewards[0],
-        "rewards_of_group": list(group.rewards),
-        "replayed": len(group.responses) - group.n_fresh,
+        "prompt": run.tokenizer.decode(group.responses[0].prompt_ids),
+        "response": run.tokenizer.decode(group.responses[0].response_ids),
+        "ranked": group.n_ranked,
+        "responses": responses,
     }
 
 
