@@ -155,6 +155,7 @@ class Config:
     save_every: int = bounded(50, low=1)  # steps between checkpoints
     save_dtype: str = one_of("float32", "bfloat16")  # of the exported weights; a resume is exact with either
     checkpoints_kept: int = bounded(2, low=1)  # newest ones
+    keep_best: bool = False  # and the one with the best held-out pass@1 of all evaluations: checkpoints/best
     resume: bool = False  # go on from the newest checkpoint in run_dir
     override_config: bool = False  # resume although the config differs from the run's
     grace_seconds: float = bounded(60.0, above=0)  # from SIGTERM to the end of the process

@@ -70,6 +70,8 @@ class Run:
     checkpointable: bool = True  # policy, optimiser, buffer and logs are all those of `step`
     saved: int = 0  # the step of the newest checkpoint
     evaluated: int = -1  # the step of the last evaluation
+    pass_at_1: float | None = None  # of that evaluation
+    best: tuple[float, int] = (-1.0, 0)  # held-out pass@1 and step of the best checkpoint, where the best one is kept
     bad_steps: int = 0  # in a row, with a loss or gradient that was not finite
 
     @property
@@ -185,6 +187,9 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
         checkpoint.clean(Path(c.run_dir))
     run.logs = Logs(c, run.step, ranks.main)
     (run.evaluated,) = ranks.sum([run.logs.evaluated if ranks.main else 0])
+    run.best = tuple(ranks.sum(run.logs.best if ranks.main else (0, 0)))
+    run.pass_at_1 = run.logs.pass_at_1 if ranks.main else None
+    point_to_best(run)
     stack.callback(run.logs.close)
     if run.steps < (c.steps or 0):
         left_out.append(f"steps = {c.steps}: epochs = {c.epochs} of {run.steps_per_epoch} steps end after {run.steps}")
@@ -293,6 +298,7 @@ def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
         n = run.config.log_samples
         run.logs.samples([sample_record(run, g) for g in groups[:: max(1, len(groups) // max(1, n))][:n]])
         shown = {k: row[k] for k in ("reward", "accuracy", "entropy", "replayed", "reflected", "ranked")}
+        shown |= {} if run.pass_at_1 is None else {"pass@1": run.pass_at_1}  # of the last evaluation
         run.bar.set_postfix({k: f"{v:.3g}" if v is not None else "-" for k, v in shown.items()}, refresh=False)
         run.bar.update()
 
@@ -360,10 +366,23 @@ def evaluate(run: Run) -> None:
             on_finished=lambda *_: bar.update(),
         )
     answers = run.ranks.gather(answers)
+    scores = evaluation.summary(answers, sorted({1, c.eval_n}))
     if run.ranks.main:
         run.logs.answers(run.step, answers)
-        run.logs.row({"step": run.step, **evaluation.summary(answers, sorted({1, c.eval_n}))})
-    run.evaluated = run.step
+        run.logs.row({"step": run.step, **scores})
+    run.evaluated, run.pass_at_1 = run.step, scores["eval/pass@1"]
+    if c.keep_best and run.step and run.pass_at_1 > run.best[0]:  # the base model is no checkpoint
+        save(run)
+        run.best = run.pass_at_1, run.step
+        point_to_best(run)
+
+
+def point_to_best(run: Run) -> None:
+    """checkpoints/best is the best checkpoint, and the one that was is pruned, unless it is among the newest."""
+    c, (_, best) = run.config, run.best
+    if c.keep_best and best and run.ranks.main:
+        checkpoint.point_to_best(Path(c.run_dir), int(best))
+        checkpoint.prune(Path(c.run_dir), run.step, c.checkpoints_kept, best)
 
 
 def save(run: Run) -> None:
@@ -379,7 +398,8 @@ def save(run: Run) -> None:
     state = {"step": run.step, "bad_steps": run.bad_steps, "problems": run.problems_checksum}
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)
     prompt = {"prompt_suffix": c.prompt_suffix, "system_prompt": c.system_prompt}
-    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype, prompt=prompt)
+    best = run.best[1] if c.keep_best else None
+    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype, prompt=prompt, best=best)
     run.saved = run.step
 
 
@@ -394,13 +414,16 @@ def print_result(run: Run) -> None:
             print(f"{name:14}{first:9.1f}{unit:1}{final:9.1f}{unit:1}")
     for name in ("metrics.jsonl", "samples.jsonl", f"checkpoints/step_{run.step:06d}"):
         print(folder / name)
+    if run.config.keep_best and run.best[1]:
+        print(f"{folder / 'checkpoints/best'}   (step {run.best[1]:.0f}: pass@1 {100 * run.best[0]:.1f} %)")
 
 
 class Logs:
     """metrics.jsonl, samples.jsonl and config.yaml of a run directory; TensorBoard or Weights & Biases where asked for.
 
     Rows of later steps than `step` are cut off, so that a resumed run has each step once. Only the main rank writes.
-    `evaluated` is the step of the last evaluation in it, -1 for none.
+    `pass_at_1` and `evaluated` are result and step of the last evaluation in it (None and -1 for none), `best` those of
+    the best one whose checkpoint is there.
     """
 
     def __init__(self, config, step: int, main: bool = True):
@@ -419,7 +442,10 @@ class Logs:
         for path in self.files:
             kept = [row for row in read_jsonl(path) if row["step"] <= step] if path.exists() else []
             write_atomically(path, "".join(map(json_line, kept)))
-        self.evaluated = max((row["step"] for row in kept if "eval/pass@1" in row), default=-1)
+        evals = [(row["eval/pass@1"], row["step"]) for row in kept if "eval/pass@1" in row]
+        self.pass_at_1, self.evaluated = evals[-1] if evals else (None, -1)
+        there = [checkpoint.number(folder) for folder in checkpoint.finished(self.dir)]
+        self.best = max((e for e in evals if e[1] in there), key=lambda e: (e[0], -e[1]), default=(-1.0, 0))
         if config.tensorboard:
             self.board = SummaryWriter(self.dir / "tensorboard", purge_step=step + 1)
         if config.wandb:

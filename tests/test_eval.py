@@ -4,6 +4,7 @@
 import functools
 import itertools
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,11 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from test_ranks import on_ranks
-from tiny_run import RuleVerifier, short_model, start
+from tiny_run import Killed, RuleVerifier, at, kill, short_model, start
 
 import eval as evaluation
 from r3 import Config
-from runtime import problems
+from runtime import checkpoint, problems
+from runtime import run as run_module
 from runtime.errors import UserError
 from runtime.ranks import Ranks
 from scores import tables
@@ -353,6 +355,60 @@ def test_two_ranks_share_the_problems_and_write_what_one_writes(model_folder, se
     alone, shared = (read(sets / name / "one.jsonl")[1] for name in ("alone", "ranks"))
     differing = [(r["uid"], r["sample"]) for r, s in zip(alone, shared, strict=True) if r != s]
     assert differing == [("one-a", 1)], "what the interrupted command had sampled is kept, by whatever rank"
+
+
+# --- during training -----------------------------------------------------------------------------------------------
+
+BEST = {"eval_every": 2, "save_every": 3, "steps": 8, "checkpoints_kept": 1, "keep_best": True}
+SCORES = {0: 0.9, 2: 0.5, 4: 0.7, 6: 0.6, 8: 0.7}  # the base model is no checkpoint, and a tie goes to the earlier one
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Evaluations of a run get SCORES by step."""
+    evaluate, summary, now = run_module.evaluate, evaluation.summary, []
+    monkeypatch.setattr(run_module, "evaluate", lambda run: (now.append(run.step), evaluate(run)))
+    monkeypatch.setattr(evaluation, "summary", lambda *a: summary(*a) | {"eval/pass@1": SCORES[now[-1]]})
+
+
+def kept(run_dir: Path) -> tuple[list[str], str]:
+    folder = run_dir / "checkpoints"
+    return sorted(p.name for p in folder.iterdir() if not p.is_symlink()), os.readlink(folder / "best")
+
+
+def test_the_best_checkpoint_is_kept_besides_the_newest(start, tmp_path, scripted, capsys):
+    """Step 4 is no multiple of save_every: it is saved because it is the best."""
+    run_dir = start(tmp_path / "run", **BEST)
+    assert kept(run_dir) == (["step_000004", "step_000008"], "step_000004")
+    out, err = capsys.readouterr()
+    assert "checkpoints/best   (step 4: pass@1 70.0 %)" in out and "pass@1=0.7" in err
+    assert json.loads((run_dir / "checkpoints" / "best" / "training" / "state.json").read_text())["step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [(run_module, "save", 3), (run_module.Logs, "row", 9), (checkpoint, "point_to_best", 2), (checkpoint, "clean", 9)],
+    ids=lambda part: getattr(part, "__name__", part),
+)
+def test_the_best_checkpoint_survives_a_kill_and_a_resume(start, tmp_path, scripted, module, name, call):
+    with at(module, name, call, kill), pytest.raises(Killed):
+        start(tmp_path / "run", **BEST)
+    start(tmp_path / "run", **BEST, resume=True)
+    assert kept(tmp_path / "run") == (["step_000004", "step_000008"], "step_000004")
+
+
+def test_a_best_checkpoint_that_is_gone_is_not_waited_for(start, tmp_path, scripted):
+    run_dir = start(tmp_path / "run", **BEST | {"steps": 6})
+    shutil.rmtree(run_dir / "checkpoints" / "step_000004")
+    start(run_dir, **BEST, resume=True, override_config=True)
+    assert kept(run_dir) == (["step_000008"], "step_000008")
+
+
+def test_evaluations_of_a_run_are_on_the_same_subset(start, tmp_path):
+    run_dir = start(tmp_path / "run", eval_limit=3, steps=2)
+    for step in (0, 2):
+        rows = read(run_dir / "evals" / f"step_{step:06d}.jsonl")[1]
+        assert [row["uid"] for row in rows] == ["q0", "q0", "q1", "q1", "q2", "q2"]
 
 
 # --- tables from files --------------------------------------------------------------------------------------------
