@@ -1,26 +1,26 @@
-"""eval.py: pass@1, pass@k, mean tokens and truncated share on a benchmark, with the trainer's sampler and verifier.
+"""eval.py: pass@1, pass@k, mean tokens and truncated share on benchmarks, with the trainer's sampler and verifier.
 
-    python eval.py --model DIR --data FILE.jsonl --n 16 --k 1 16 --max-new-tokens 32768 --out answers.jsonl
+    python eval.py --model DIR --data aime24 math500 --n 16 --k 1 16 --max-new-tokens 32768 --out answers/r3
+    torchrun --nproc-per-node 8 -- eval.py --model DIR ...              # the ranks share the problems
+    python eval.py --responses vllm.jsonl --data aime24                 # sampled by another engine, verified here
+    python eval.py --answers answers/r3 --k 1 4 16 --lengths 4096 8192  # tables of answers that are there already
+    python eval.py --compare answers/base answers/r3
 
-Prints the figures, and writes one JSON line per response to --out (uid, sample, correct, tokens, finished, response).
-Until all are there, FILE.partial keeps them, and the same command continues. A checkpoint of r3.py gets the prompt that
-it was trained with (its prompt.json), unless --prompt-suffix or --system-prompt is given.
-Left out: majority voting, code execution, several GPUs (start one process per benchmark).
+--out keeps the answers, one file per set (scores/answers.py). An interrupted command, given again, continues; one with
+a larger --n samples what is missing. A checkpoint of r3.py gets the prompt that it was trained with (its prompt.json),
+unless --prompt-suffix or --system-prompt is given. Left out: majority voting, code execution.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
-import math
 import os
 import re
 import sys
 import time
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,24 +33,19 @@ from transformers.utils import cached_file
 from rollout import Sample, Sampler
 from runtime import model as lm
 from runtime.config import bounded, one_of, parse, path
-from runtime.errors import UserError, exit_cleanly
-from runtime.files import append, json_line, read_jsonl, write_atomically
+from runtime.errors import UserError, exit_cleanly, nearest
 from runtime.problems import Problem, load
-from runtime.ranks import pick_device, pick_dtype
+from runtime.ranks import Ranks, pick_dtype
 from sampling.gumbel import derive_seed
+from scores import tables
+from scores.answers import AnswerFile, read_responses, read_sets, write
+from scores.tables import pass_at_k, summary  # noqa: F401  both are used as eval's
 from verify import Verifier
 
 PROMPT = ("prompt_suffix", "system_prompt")  # the keys of prompt.json
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate of P(one of k samples is correct) from c correct ones of n: 1 - C(n-c, k) / C(n, k).
-
-    Chen et al. 2021, equation 1. Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
-    """
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, found n={n}, c={c}, k={k}")
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+NO_STATS = np.zeros(0, np.float32)
+NOTHING = Sample((), (), NO_STATS, NO_STATS, False)  # in the place of a response that is verified already
+MADE = Path(__file__).parent / "data"  # where data/prepare.py writes
 
 
 def sample_and_grade(
@@ -97,73 +92,42 @@ def sample_and_grade(
 
 
 def evaluate(
-    sampler: Sampler, verifier: Verifier, tokenizer, prompts, problems: Sequence[Problem], *, seed: int, **generate
+    sampler: Sampler,
+    verifier: Verifier,
+    tokenizer,
+    prompts,
+    problems: Sequence[Problem],
+    *,
+    seed: int,
+    done: Mapping[tuple[str, int], dict] | None = None,
+    known: Mapping[tuple[int, int], Sample] | None = None,
+    **generate,
 ) -> list[dict]:
-    """One record per response: uid, sample, correct, tokens, finished, response.
+    """One row per response: uid, sample, correct, tokens, finished, response.
 
-    generate: n, max_new_tokens, temperature, top_p, on_finished and known of Sampler.generate. The draws of a problem
-    depend on the seed and its uid, not on the other problems.
+    generate: n, max_new_tokens, temperature, top_p and on_finished of Sampler.generate. The draws of a response depend
+    on the seed, the uid and the number of the sample, not on n or the other problems. done: (uid, sample) -> row that
+    is there already; known: samples that are, not verified.
     """
+    done, known, index = done or {}, dict(known or {}), {p.uid: i for i, p in enumerate(problems)}
+    known |= {(index[uid], j): NOTHING for uid, j in done if uid in index}
     seeds = [derive_seed(seed, "eval", p.uid) for p in problems]
     decode = functools.partial(lm.decode, tokenizer)
-    graded = sample_and_grade(sampler, verifier, decode, prompts, problems, seed=seeds, **generate)
+    graded = sample_and_grade(sampler, verifier, decode, prompts, problems, seed=seeds, known=known, **generate)
+
+    def row(uid: str, j: int, sample: Sample, correct: bool) -> dict:
+        ids = sample.response_ids
+        ended = {"tokens": len(ids), "finished": sample.finished, "response": decode(ids)}
+        return {"uid": uid, "sample": j, "correct": correct, **ended}
+
     return [
-        {
-            "uid": problem.uid,
-            "sample": j,
-            "correct": correct,
-            "tokens": len(sample.response_ids),
-            "finished": sample.finished,
-            "response": decode(sample.response_ids),
-        }
+        done.get((problem.uid, j)) or row(problem.uid, j, sample, correct)
         for problem, group in zip(problems, graded, strict=True)
         for j, (sample, correct) in enumerate(group)
     ]
 
 
-def summary(responses: Sequence[dict], ks: Sequence[int]) -> dict[str, float]:
-    """Records of `evaluate` -> `eval/pass@K` for each k, `eval/tokens` (mean) and `eval/truncated` (share)."""
-    by_uid = defaultdict(list)
-    for response in responses:
-        by_uid[response["uid"]].append(response["correct"])
-    scores = {
-        f"eval/pass@{k}": sum(pass_at_k(len(v), sum(v), k) for v in by_uid.values()) / len(by_uid) for k in ks
-    }
-    return {
-        **scores,
-        "eval/tokens": sum(r["tokens"] for r in responses) / len(responses),
-        "eval/truncated": sum(not r["finished"] for r in responses) / len(responses),
-    }
-
-
 # ---------------------------------------------------------------- the command line
-
-
-class Partial:
-    """FILE.partial: the settings of an evaluation in its first line, then each response as it ends.
-
-    `known` has the responses that an interrupted evaluation left there. UserError where it had other settings, or where
-    the file is something else.
-    """
-
-    def __init__(self, out: str, settings: dict, prompts: Sequence[list[int]]):
-        self.path, self.known = Path(f"{out}.partial"), {}
-        lines = read_jsonl(self.path) if self.path.is_file() else []
-        ours = lines and all(isinstance(line, dict) for line in lines) and all("ids" in line for line in lines[1:])
-        if self.path.exists() and not ours:
-            raise UserError(f"{self.path}: not what an interrupted evaluation leaves; allowed: another --out")
-        before, *rows = lines or [settings]
-        if other := sorted(k for k in before | settings if before.get(k) != settings.get(k)):
-            found = ", ".join(f"{k} {before.get(k)!r} and not {settings.get(k)!r}" for k in other)
-            raise UserError(f"{self.path}: left by a command with {found}; allowed: that one, another --out, no file")
-        write_atomically(self.path, "".join(map(json_line, [settings, *rows])))  # less a last line that was cut short
-        for row in rows:
-            ids, nothing = (tuple(prompts[row["prompt"]]), tuple(row["ids"])), np.zeros(0, np.float32)
-            self.known[row["prompt"], row["sample"]] = Sample(*ids, nothing, nothing, row["finished"])
-
-    def add(self, i: int, j: int, sample: Sample) -> None:
-        row = {"prompt": i, "sample": j, "finished": sample.finished, "ids": list(map(int, sample.response_ids))}
-        append(self.path, [row])
 
 
 def checksum(model: torch.nn.Module) -> int:
@@ -191,18 +155,24 @@ class Options:
 
     # what is evaluated
     model: str = path("")  # a Hugging Face folder or hub name
-    data: str = path("")  # JSONL, JSON, parquet or hub name
+    data: list[str] | None = path(None)  # sets: names that data/prepare.py has made, JSONL, JSON, parquet, hub names
     split: str = "test"  # of a hub data set
-    limit: int | None = bounded(None, low=1)  # only the first so many problems
+    limit: int | None = bounded(None, low=1)  # only the first so many problems of each set
     problem_field: str = "problem"  # name of the field, or a dotted path into the row
     answer_field: str = "answer"  # the same, of the reference answer
     uid_field: str = "uid"  # the same, of the name of the problem
+    hard_from: list[str] | None = path(None)  # answers of another model: only the problems that it hardly solves ...
+    hard_max: int = bounded(1, low=0)  # ... at most so many times
     prompt_suffix: str | None = None  # text behind each problem; none: what the checkpoint was trained with, or nothing
     system_prompt: str | None = None  # none: what the checkpoint was trained with, or nothing
 
-    # how
+    # instead of sampling
+    responses: str | None = path(None)  # JSONL of another engine: uid, response or list of them, finished, tokens
+    answers: list[str] | None = path(None)  # what --out wrote, files or folders: print their tables
+    compare: list[str] | None = path(None)  # two of these: difference by set, and the problems that changed sides
+
+    # sampling
     n: int = bounded(16, low=1)  # samples per problem
-    k: list[int] | None = bounded(None, low=1)  # which pass@k to report; none: 1 and n
     max_new_tokens: int | None = bounded(None, low=1)  # none: 32768, or what the model has room for
     temperature: float = bounded(0.6, low=1e-6, high=10**6, also=0)  # 0: greedy; what fp32 logits can be divided by
     top_p: float = bounded(0.95, low=1e-6, high=1)  # nucleus
@@ -211,76 +181,225 @@ class Options:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = one_of("auto", "float32", "bfloat16")  # of the weights
     trust_remote_code: bool = False  # run code that the model brings
-    out: str | None = path(None)  # JSONL of every response; an interrupted command, given again, continues
+    out: str | None = path(None)  # answers: FILE.jsonl for one set, or a folder, which gets one per set
+
+    # tables
+    k: list[int] | None = bounded(None, low=1)  # which pass@k to report; none: 1 and n
+    lengths: list[int] | None = bounded(None, low=1)  # pass@k also for these maximum lengths, from the same answers
+    json: bool = False  # print one JSON object
 
     def __post_init__(self):
-        for key in ("model", "data"):
+        modes = [key for key in ("responses", "answers", "compare") if getattr(self, key)]
+        if len(modes) > 1:
+            raise UserError(f"command line: --{modes[0]} with --{modes[1]}, allowed: one of them")
+        needed = {"responses": ["data"], "answers": [], "compare": []}[modes[0]] if modes else ["model", "data"]
+        for key in needed:
             if not getattr(self, key):
                 raise UserError(f"command line: --{key} is missing or empty, allowed: --{key}=NAME")
-        if max(self.ks) > self.n:
-            raise UserError(f"command line: --k {max(self.ks)} needs at least as many samples, found --n {self.n}")
+        if self.compare and len(self.compare) != 2:
+            raise UserError(f"command line: --compare needs two files or folders, found {len(self.compare)}")
+        if not modes and max(self.k or [1]) > self.n:
+            raise UserError(f"command line: --k {max(self.k)} needs at least as many samples, found --n {self.n}")
         out = Path(self.out or "").absolute()
         if not out.parent.is_dir():
             raise UserError(f"command line: --out {self.out}: the folder does not exist")
-        if self.out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-            raise UserError(f"command line: --out {self.out}: it cannot be written, allowed: a file")
+        if self.out is not None and (not self.out or out.exists() and out.is_dir() == self.out.endswith(".jsonl")):
+            allowed = "a file, FILE.jsonl, or a folder"
+            raise UserError(f"command line: --out {self.out}: it cannot be written, allowed: {allowed}")
+        if self.out is not None and not os.access(out if out.is_dir() else out.parent, os.W_OK):
+            raise UserError(f"command line: --out {self.out}: it cannot be written")
 
-    @property
-    def ks(self) -> list[int]:
-        return self.k or sorted({1, self.n})
+    def file_of(self, name: str) -> Path | None:
+        """Where the answers of a set go."""
+        if self.out is None:
+            return None
+        return Path(self.out) if self.out.endswith(".jsonl") else Path(self.out) / f"{name}.jsonl"
+
+
+def find(name: str) -> str:
+    """A name that data/prepare.py has made -> its file; whatever else stays as it is."""
+    if Path(name).exists() or Path(name).name != name or Path(name).suffix:
+        return name
+    made = sorted(file.stem for file in MADE.glob("*.jsonl"))
+    if name not in made:
+        allowed = f"a file, owner/name, or what data/prepare.py has made: {', '.join(made) or 'nothing yet'}"
+        raise UserError(f"data: no file or set {name!r}{nearest(name, made)}; allowed: {allowed}")
+    return str(MADE / f"{name}.jsonl")
+
+
+def load_sets(c: Options) -> dict[str, list[Problem]]:
+    """Set name -> its problems; with --hard-from, only the hard ones."""
+    fields = {key: getattr(c, key) for key in ("split", "limit", "problem_field", "answer_field", "uid_field")}
+    sets: dict[str, list[Problem]] = {}
+    for source in map(find, c.data):
+        name = Path(source).stem
+        if name in sets:
+            raise UserError(f"command line: --data has two sets of the name {name}, allowed: one; rename the file")
+        sets[name] = load(source, **fields)
+    if len(sets) > 1 and (c.out or "").endswith(".jsonl"):
+        raise UserError(f"command line: --out {c.out} is one file for {len(sets)} sets, allowed: a folder")
+    return hard_subset(c, sets, lambda problem: problem.uid)
+
+
+def hard_subset(c: Options, sets: dict[str, list], uid_of: Callable) -> dict[str, list]:
+    """The problems, or rows, of each set that the answers of --hard-from solve at most --hard-max times."""
+    if not c.hard_from:
+        return sets
+    answers = [row for source in c.hard_from for rows in read_sets(source).values() for row in rows]
+    seen, hard = {row["uid"] for row in answers}, tables.hard(answers, c.hard_max)
+    for name, items in sets.items():
+        if unknown := [uid for uid in dict.fromkeys(map(uid_of, items)) if uid not in seen]:
+            raise UserError(f"--hard-from: no answers to {len(unknown)} problems of {name}, {unknown[0]!r} among them")
+        if not any(uid_of(x) in hard for x in items):
+            raise UserError(f"--hard-from: all problems of {name} are solved more often, allowed: a larger --hard-max")
+    return {name: [x for x in items if uid_of(x) in hard] for name, items in sets.items()}
+
+
+def sampled(c: Options) -> dict[str, list[dict]]:
+    """The rows of each set, on every rank, sampled by the model or found in --out."""
+    sets, ranks = load_sets(c), Ranks.start(c.device)
+    dtype = pick_dtype(c.dtype, ranks.device)
+    model, tokenizer = lm.load(c.model, ranks.device, dtype, c.trust_remote_code)
+    given = {key: getattr(c, key) for key in PROMPT if getattr(c, key) is not None}
+    prompt = trained_prompt(c.model) | given
+    suffix, system = (prompt[key] for key in PROMPT)
+    prompts = {name: [lm.chat_prompt(tokenizer, p.problem + suffix, system) for p in sets[name]] for name in sets}
+    longest = {name: max(map(len, prompts[name])) for name in sets}
+    room = {name: lm.positions(model) - longest[name] for name in sets}
+    budgets = {name: c.max_new_tokens or min(32768, max(1, room[name])) for name in sets}
+    for name in sets:
+        if budgets[name] > room[name]:
+            taken = f"the model has {room[name] + longest[name]} positions and the longest prompt takes {longest[name]}"
+            raise UserError(f"max_new_tokens = {budgets[name]}, allowed: up to {room[name]}, for {taken}")
+    max_len = max(longest[name] + budgets[name] for name in sets)
+    sampler = Sampler(model, lm.eos_ids(model, tokenizer), c.slots, max_len)
+    settings = {"model": c.model, "limit": c.limit, "weights": checksum(model), "dtype": str(dtype), **prompt}
+    settings |= {key: getattr(c, key) for key in ("temperature", "top_p", "seed")}
+    files = {}
+    for name, problems in sets.items():
+        content = repr([(p.uid, p.answer, ids) for p, ids in zip(problems, prompts[name], strict=True)])
+        own = {"data": name, "problems": zlib.crc32(content.encode()), "max_new_tokens": budgets[name]}
+        files[name] = AnswerFile(c.file_of(name), settings | own, ranks.rank)
+    if c.out and not c.out.endswith(".jsonl"):
+        Path(c.out).mkdir(exist_ok=True)
+    ranks.barrier()  # all have read what any of them writes to from now on
+    if ranks.main:
+        first = next(iter(prompts.values()))[0]
+        said = f"prompt_suffix = {suffix!r}, system_prompt = {system!r}, first prompt: {tokenizer.decode(first)!r}"
+        print(sampler.memory(), said, sep="\n", file=sys.stderr)
+    how = {"n": c.n, "temperature": c.temperature, "top_p": c.top_p, "seed": c.seed}
+    found, start = {}, time.perf_counter()
+    with Verifier() as verifier, torch.inference_mode():
+        for name, problems in sets.items():
+            parts = (sampler, verifier, tokenizer, prompts[name], problems, files[name], name, ranks)
+            found[name] = sampled_set(*parts, max_new_tokens=budgets[name], **how)
+    if ranks.main:
+        print(f"{sampler.tokens / (time.perf_counter() - start):,.0f} tokens/s", file=sys.stderr)
+    ranks.stop()
+    return found if ranks.main else {}
+
+
+def sampled_set(sampler, verifier, tokenizer, prompts, problems, file: AnswerFile, name, ranks, **how) -> list[dict]:
+    """The rows of one set, of all ranks, in the order of the problems; the first rank has a bar and writes the file."""
+    mine, n, place = slice(ranks.rank, None, ranks.size), how["n"], {p.uid: i for i, p in enumerate(problems)}
+    my_prompts, my_problems = prompts[mine], problems[mine]
+    index, known = {p.uid: i for i, p in enumerate(my_problems)}, {}
+    done = {(uid, j): row for (uid, j), row in file.done.items() if uid in index and j < n}
+    for (uid, j), row in file.begun.items():
+        if uid in index and j < n and (uid, j) not in done:
+            ids = tuple(my_prompts[index[uid]]), tuple(row["ids"])
+            known[index[uid], j] = Sample(*ids, NO_STATS, NO_STATS, row["finished"])
+    there, total = len(done) + len(known), n * len(my_problems)
+    if there and ranks.main:
+        print(f"{file.path}: {there} of {total} responses are there already", file=sys.stderr)
+    shown = {"disable": not ranks.main, "unit": "response", "desc": name, "mininterval": 0.5}
+    with tqdm(total=total, initial=there, **shown) as bar:
+
+        def finished(i: int, j: int, sample: Sample) -> None:
+            bar.update()
+            file.add(my_problems[i].uid, j, sample.response_ids, sample.finished)
+
+        how |= {"done": done, "known": known, "on_finished": finished}
+        rows = ranks.gather(evaluate(sampler, verifier, tokenizer, my_prompts, my_problems, **how))
+    rows.sort(key=lambda row: (place[row["uid"]], row["sample"]))
+    if ranks.main:
+        file.complete(rows)
+    return rows
+
+
+def verified(c: Options) -> dict[str, list[dict]]:
+    """The rows of each set, from the responses of another engine."""
+    sets = load_sets(c)
+    problems = {p.uid: p for of in sets.values() for p in of}
+    rows = read_responses(c.responses, problems)
+    settings = {name: {"responses": c.responses, "data": name} for name in sets}
+    for name in sets:
+        AnswerFile(c.file_of(name), settings[name])  # refuses a file of other answers
+    with Verifier() as verifier:
+        futures = [verifier.submit(r["response"], problems[r["uid"]].answer, r["uid"]) for r in rows]
+        rows = [r | {"correct": r["finished"] and f.result()} for r, f in zip(rows, futures, strict=True)]
+    found = {name: [r for r in rows if r["uid"] in {p.uid for p in of}] for name, of in sets.items()}
+    for name in sets:
+        if file := c.file_of(name):
+            file.parent.mkdir(exist_ok=True)
+            write(file, settings[name], found[name])
+    return found
+
+
+def from_files(c: Options) -> dict[str, list[dict]]:
+    """The rows of each set that --answers names."""
+    sets: dict[str, list[dict]] = {}
+    for source in c.answers:
+        for name, rows in read_sets(source).items():
+            sets[name if name not in sets else source] = rows
+    return hard_subset(c, sets, lambda row: row["uid"])
+
+
+def report(c: Options, sets: dict[str, list[dict]]) -> None:
+    """Prints the paper's table, and for --lengths pass@k at each of them."""
+    fewest = min(len(v) for rows in sets.values() for v in tables.verdicts(rows).values())
+    ks = c.k or sorted({1, fewest})
+    scores = {name: tables.score(rows, ks) for name, rows in sets.items()}
+    lengths = {
+        name: {limit: tables.score(tables.cut(rows, limit), ks) for limit in c.lengths or ()}
+        for name, rows in sets.items()
+    }
+    if len(sets) > 1:
+        scores["mean"] = tables.mean_of_sets(list(scores.values()))
+        lengths["mean"] = {i: tables.mean_of_sets([of[i] for of in lengths.values()]) for i in c.lengths or ()}
+    if c.json:
+        print(json.dumps({"sets": scores, "lengths": lengths} if c.lengths else {"sets": scores}, indent=1))
+        return
+    print(tables.score_table(scores, ks))
+    for k in ks if c.lengths else ():
+        print("", tables.length_table(lengths, k), sep="\n")
+
+
+def report_comparison(c: Options) -> None:
+    """Prints how the second of --compare differs from the first, by set."""
+    a, b = map(read_sets, c.compare)
+    if len(a) == len(b) == 1:  # two files are compared whatever their names
+        b = dict(zip(a, b.values(), strict=True))
+    if not (names := [name for name in a if name in b]):
+        raise UserError(f"--compare: no set in common, found {', '.join(a)} and {', '.join(b)}")
+    rng = np.random.default_rng(c.seed)  # one for all sets: their draws are independent
+    sets = {name: tables.compare(a[name], b[name], rng) for name in names}
+    if len(sets) > 1:
+        sets["mean"] = tables.mean_comparison(list(sets.values()))
+    if c.json:
+        print(json.dumps({name: {k: v for k, v in of.items() if k != "draws"} for name, of in sets.items()}, indent=1))
+    else:
+        print(tables.comparison_table(sets))
 
 
 def main(argv: Sequence[str]) -> None:
     c = parse(Options, argv)
-    device = pick_device(c.device)
-    fields = {key: getattr(c, key) for key in ("split", "limit", "problem_field", "answer_field", "uid_field")}
-    problems = load(c.data, **fields)
-    model, tokenizer = lm.load(c.model, device, pick_dtype(c.dtype, device), c.trust_remote_code)
-    given = {key: getattr(c, key) for key in PROMPT if getattr(c, key) is not None}
-    suffix, system = (trained_prompt(c.model) | given).values()
-    prompts = [lm.chat_prompt(tokenizer, p.problem + suffix, system) for p in problems]
-    longest = max(map(len, prompts))
-    room = lm.positions(model) - longest
-    max_new_tokens = c.max_new_tokens or min(32768, max(1, room))
-    if max_new_tokens > room:
-        taken = f"the model has {room + longest} positions and the longest prompt takes {longest}"
-        raise UserError(f"max_new_tokens = {max_new_tokens}, allowed: up to {room}, for {taken}")
-    sampler = Sampler(model, lm.eos_ids(model, tokenizer), c.slots, longest + max_new_tokens)
-    prompt = f"prompt_suffix = {suffix!r}, system_prompt = {system!r}, first prompt: {tokenizer.decode(prompts[0])!r}"
-    print(sampler.memory(), prompt, sep="\n", file=sys.stderr)
-    partial = None
-    if c.out:
-        free = ("k", "slots", "device", "trust_remote_code", "out")  # what the responses do not depend on
-        settings = {key: value for key, value in dataclasses.asdict(c).items() if key not in free}
-        settings |= {"prompt_suffix": suffix, "system_prompt": system, "max_new_tokens": max_new_tokens}
-        settings |= {"weights": checksum(model), "prompts": zlib.crc32(repr(prompts).encode())}
-        partial = Partial(c.out, settings, prompts)
-    known, total = partial.known if partial else {}, len(problems) * c.n
-    if known:
-        print(f"{partial.path}: {len(known)} of {total} responses are there already", file=sys.stderr)
-    start = time.perf_counter()
-    with (
-        Verifier() as verifier,
-        torch.inference_mode(),
-        tqdm(total=total, initial=len(known), unit="response", desc=Path(c.data).stem, mininterval=0.5) as bar,
-    ):
-
-        def finished(i: int, j: int, sample: Sample) -> None:
-            bar.update()
-            if partial:
-                partial.add(i, j, sample)
-
-        how = {"n": c.n, "temperature": c.temperature, "top_p": c.top_p, "seed": c.seed}
-        how |= {"max_new_tokens": max_new_tokens, "on_finished": finished, "known": known}
-        responses = evaluate(sampler, verifier, tokenizer, prompts, problems, **how)
-    if partial:
-        write_atomically(Path(c.out), "".join(map(json_line, responses)))
-        partial.path.unlink()
-    seconds = time.perf_counter() - start
-    tokens = sum(r["tokens"] for r in responses) - sum(len(s.response_ids) for s in known.values())
-    print(f"{c.model} on {c.data}: {len(problems)} problems x {c.n}, {tokens / seconds:,.0f} tokens/s")
-    for name, value in summary(responses, c.ks).items():
-        print(f"  {name[5:]:10} {value:8.1f}" if name == "eval/tokens" else f"  {name[5:]:10} {100 * value:8.2f} %")
+    if c.compare:
+        report_comparison(c)
+        return
+    sets = from_files(c) if c.answers else verified(c) if c.responses else sampled(c)
+    if sets:  # all ranks sample, the first one reports
+        report(c, sets)
 
 
 if __name__ == "__main__":

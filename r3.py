@@ -147,6 +147,7 @@ class Config:
     save_every: int = bounded(50, low=1)  # steps between checkpoints
     save_dtype: str = one_of("float32", "bfloat16")  # of the exported weights; a resume is exact with either
     checkpoints_kept: int = bounded(2, low=1)  # newest ones
+    keep_best: bool = False  # and the one with the best held-out pass@1 of all evaluations: checkpoints/best
     resume: bool = False  # go on from the newest checkpoint in run_dir
     override_config: bool = False  # resume although the config differs from the run's
     grace_seconds: float = bounded(60.0, above=0)  # from SIGTERM to the end of the process
@@ -158,7 +159,7 @@ class Config:
     eval_at_start: bool = True  # evaluate the base model
     eval_at_end: bool = True  # evaluate after the last step
     eval_limit: int | None = bounded(None, low=1)  # only the first so many problems
-    log_samples: int = bounded(8, low=0)  # responses per step in samples.jsonl
+    log_samples: int = bounded(8, low=0)  # groups per step in samples.jsonl
     tensorboard: bool = False  # write TensorBoard files too
     wandb: bool = False  # log to Weights & Biases too
 
@@ -279,6 +280,11 @@ class Group:
     @property
     def collapsed(self) -> bool:
         return self.all_wrong or self.all_correct
+
+    def advantages(self, c: Config) -> list[float]:
+        """A of each response: Eq. 3 over G_mix where responses were replayed, else Eq. 1."""
+        alpha = c.alpha if len(self.responses) > self.n_fresh else 1.0
+        return group_advantages(self.rewards, alpha, c.lam, c.advantage_std).tolist()
 
 
 def rank_failures(group: Group, c: Config) -> Group:
@@ -407,11 +413,10 @@ def training_examples(groups: Sequence[Group], ranks: Ranks, c: Config) -> list[
     totals = ranks.sum([len(groups), len(lengths), sum(lengths)])
     examples = []
     for g in groups:
-        alpha = c.alpha if len(g.responses) > g.n_fresh else 1.0  # Eq. 3 with replayed responses, else Eq. 1
-        A = group_advantages(g.rewards, alpha, c.lam, c.advantage_std)
-        if not A.any():
+        A = g.advantages(c)
+        if not any(A):
             continue
-        for i, (response, A_i) in enumerate(zip(g.responses, A.tolist(), strict=True)):
+        for i, (response, A_i) in enumerate(zip(g.responses, A, strict=True)):
             ids, replayed = response.response_ids, i >= g.n_fresh
             weight = token_weight(c.loss_agg, len(ids), len(g.responses), totals, c.max_new_tokens)
             old_logp = response.logprobs if replayed and not c.recompute_old_logp else None

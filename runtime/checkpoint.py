@@ -8,6 +8,7 @@
        training/buffer/                its responses, in files that consecutive checkpoints share
        training/state.json             the step, and a checksum of the problems
        training/manifest.json          sha256 of every other file; a folder that differs from it is not used
+   checkpoints/best                    points to the best one (keep_best)
 
 A checkpoint is written under another name, synced and renamed. Then older ones are pruned. Nothing in it needs pickle.
 Several machines need a run_dir that all of them see.
@@ -41,12 +42,13 @@ FILE_BYTES = 2**31  # of all ranks' parts of a file: as much is in host memory w
 
 
 def save(
-    run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype: str, prompt=None
-) -> None:
+    run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype: str, prompt=None,
+    best: int | None = None,
+) -> None:  # fmt: skip
     """Writes checkpoints/step_NNNNNN aside, renames it when it is on the disk, then prunes all but the newest `keep`.
 
     state: what else a resume needs, JSON-able, its `step` among it. dtype: of the exported weights.
-    prompt: what `export` writes.
+    prompt: what `export` writes. best: a step that is not pruned.
     Raises UserError where the disk is full or must not be written; the checkpoints before stay as they are.
     """
     final = run_dir / "checkpoints" / f"step_{state['step']:06d}"
@@ -78,11 +80,27 @@ def save(
                 shutil.rmtree(final)
             os.rename(aside, final)
             fsync(final.parent)
-            for folder in older[: len(older) + 1 - keep]:
-                os.rename(folder, folder.with_name(f".{folder.name}.tmp"))  # so none of this name is ever incomplete
-            clean(run_dir)
+            prune(run_dir, state["step"], keep, best)
         ranks.barrier()
         buffer.files = {final / "training" / "buffer" / name: numbers for name, numbers in files.items()}
+
+
+def prune(run_dir: Path, step: int, keep: int, best: int | None = None) -> None:
+    """Of the checkpoints up to `step`, the newest `keep` and that of step `best` stay."""
+    for folder in [folder for folder in finished(run_dir) if number(folder) <= step][:-keep]:
+        if number(folder) != best:
+            os.rename(folder, folder.with_name(f".{folder.name}.tmp"))  # so none of this name is ever incomplete
+    clean(run_dir)
+
+
+def point_to_best(run_dir: Path, step: int) -> None:
+    """checkpoints/best is a link to the checkpoint of `step`; it always points to a checkpoint."""
+    best = run_dir / "checkpoints" / "best"
+    aside = best.with_name(".best.tmp")
+    with writing(best):
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(f"step_{step:06d}")
+        os.replace(aside, best)
 
 
 def clean(run_dir: Path) -> None:

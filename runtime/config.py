@@ -2,7 +2,7 @@
 
     config = parse(Config, ["--config", "configs/tiny.yaml", "--lr=1e-4", "--resume"])
 
-A field is `int`, `float`, `bool`, `str` or `list[int]`, or one of these `| None`; its module begins with
+A field is `int`, `float`, `bool`, `str`, `list[int]` or `list[str]`, or one of these `| None`; its module begins with
 `from __future__ import annotations`. `bounded`, `one_of` and `path` say what a value may be. `--help` prints the
 comments of the class: the one behind a field is its meaning, and goes on in comment lines that are indented deeper than
 the fields; one at the indent of the fields is a heading. Every mistake is a UserError that names file and line, or the
@@ -96,7 +96,8 @@ def read_arguments(argv: Sequence[str], types: dict[str, str]) -> Iterator[Entry
             count = following if kind.startswith("list") else min(following, kind != "bool")
             if not count and kind != "bool" and key in types:
                 raise UserError(f"command line: --{name} needs a value: --{name}=...")
-            value, words = "true" if kind == "bool" else " ".join(words[:count]), words[count:]
+            between = "," if kind.startswith("list[str]") else " "  # a path may have spaces
+            value, words = "true" if kind == "bool" else between.join(words[:count]), words[count:]
         yield key, value, f"command line: --{name}"
 
 
@@ -141,7 +142,8 @@ def checked(field: dataclasses.Field, value, where: str):
     if optional and (value in (None, "none", "None", "null") or value == "" and kind != "str"):
         return None
     if kind.startswith("list["):
-        items = value if isinstance(value, list) else str(value).replace(",", " ").split()
+        text = str(value) if kind == "list[str]" else str(value).replace(" ", ",")
+        items = value if isinstance(value, list) else [item for item in text.split(",") if item]
         return [one_checked(field, kind[5:-1], item, where) for item in items or [value]]
     return one_checked(field, kind, value, where)
 

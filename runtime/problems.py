@@ -208,14 +208,16 @@ def parquet_rows(file: BinaryIO, name: str) -> Iterator[tuple[int, Any]]:
         raise UserError(f"{name}: corrupt parquet file after row {number}: {reason}") from error
 
 
-def hub_rows(repo: str, split: str = "train", subset: str | None = None) -> Iterator[tuple[int, Any]]:
-    """Rows of a hub data set, or of a folder that holds a copy of one."""
+def hub_rows(
+    repo: str, split: str = "train", subset: str | None = None, revision: str | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Rows of a hub data set at a revision (none: the newest), or of a folder that holds a copy of one."""
     try:
         import datasets
     except ImportError as error:
         raise UserError(f"{repo}: a hub data set needs the package datasets: pip install datasets") from error
     try:
-        rows = datasets.load_dataset(repo, subset, split=split)
+        rows = datasets.load_dataset(repo, subset, split=split, revision=revision)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"hub data set {repo}, split {split!r}: {reason}") from error

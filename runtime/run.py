@@ -2,7 +2,7 @@
 
     runs/NAME/config.yaml                the resolved config
              metrics.jsonl               a line per step; evaluations are lines of their own
-             samples.jsonl               a few responses of each step
+             samples.jsonl               a few groups of each step
              evals/step_000040.jsonl     every answer of an evaluation
              checkpoints/step_000040/    see checkpoint.py
 
@@ -42,6 +42,8 @@ from runtime.sharding import local, recompute_activations, shard
 from runtime.signals import Signals
 from verify import Verifier
 
+LINE = 160  # characters of a line that samples.jsonl keeps of each response
+
 
 @dataclass
 class Run:
@@ -69,6 +71,8 @@ class Run:
     checkpointable: bool = True  # policy, optimiser, buffer and logs are all those of `step`
     saved: int = 0  # the step of the newest checkpoint
     evaluated: int = -1  # the step of the last evaluation
+    pass_at_1: float | None = None  # of that evaluation
+    best: tuple[float, int] = (-1.0, 0)  # held-out pass@1 and step of the best checkpoint, where the best one is kept
     bad_steps: int = 0  # in a row, with a loss or gradient that was not finite
 
     @property
@@ -186,6 +190,9 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
         checkpoint.clean(Path(c.run_dir))
     run.logs = Logs(c, run.step, ranks.main)
     (run.evaluated,) = ranks.sum([run.logs.evaluated if ranks.main else 0])
+    run.best = tuple(ranks.sum(run.logs.best if ranks.main else (0, 0)))
+    run.pass_at_1 = run.logs.pass_at_1 if ranks.main else None
+    point_to_best(run)
     stack.callback(run.logs.close)
     if run.steps < (c.steps or 0):
         left_out.append(f"steps = {c.steps}: epochs = {c.epochs} of {run.steps_per_epoch} steps end after {run.steps}")
@@ -270,7 +277,7 @@ def describe(groups: Sequence, suffix: str = "") -> dict[str, tuple[float, float
 
 
 def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
-    """One row of metrics.jsonl, a few responses for samples.jsonl, and the bar."""
+    """One row of metrics.jsonl, a few groups for samples.jsonl, and the bar."""
     seconds = run.seconds["collect"], run.seconds["update"]
     kinds = {kind: [g for g in sampled if g.prompt.kind == kind] for kind in (PLAIN, REFLECTION)}
     waited = run.ranks.max(seconds[0]) - seconds[0]
@@ -299,25 +306,42 @@ def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
         n = run.config.log_samples
         run.logs.samples([sample_record(run, g) for g in groups[:: max(1, len(groups) // max(1, n))][:n]])
         shown = {k: row[k] for k in ("reward", "accuracy", "entropy", "replayed", "reflected", "ranked")}
+        shown |= {} if run.pass_at_1 is None else {"pass@1": run.pass_at_1}  # of the last evaluation
         run.bar.set_postfix({k: f"{v:.3g}" if v is not None else "-" for k, v in shown.items()}, refresh=False)
         run.bar.update()
 
 
 def sample_record(run: Run, group) -> dict:
-    """A group's first response as a reader of samples.jsonl sees it."""
-    a = group.responses[0]
+    """A group as a reader of samples.jsonl and `plot.py --groups` see it: its first response in full, and of each one
+    the verdict, the outcome reward, the reward with that of its rank, the advantage, and its first and last line."""
+    texts = [lm.decode(run.tokenizer, a.response_ids).strip() for a in group.responses]
+    scored = zip(group.responses, group.rewards, group.advantages(run.config), texts, strict=True)
+    responses = [
+        {
+            "correct": a.correct,
+            "finished": a.finished,
+            "tokens": len(a.response_ids),
+            "outcome": round(a.reward, 6),
+            "reward": round(reward, 6),
+            "advantage": round(float(np.mean(A)), 6),
+            "replayed": i >= group.n_fresh,
+            "step": a.step,  # that sampled it
+            "kind": a.kind,  # of the prompt that it answers
+            "first": text.partition("\n")[0][:LINE],
+            "last": text.rpartition("\n")[2][-LINE:],
+        }
+        for i, (a, reward, A, text) in enumerate(scored)
+    ]
     return {
         "step": run.step,
         "uid": group.uid,
         "kind": group.prompt.kind,
-        "prompt": run.tokenizer.decode(a.prompt_ids),
-        "response": run.tokenizer.decode(a.response_ids),
+        "problem": group.prompt.problem.problem,
         "answer": group.prompt.problem.answer,
-        "correct": a.correct,
-        "finished": a.finished,
-        "reward": group.rewards[0],
-        "rewards_of_group": list(group.rewards),
-        "replayed": len(group.responses) - group.n_fresh,
+        "prompt": run.tokenizer.decode(group.responses[0].prompt_ids),
+        "response": run.tokenizer.decode(group.responses[0].response_ids),
+        "ranked": group.n_ranked,
+        "responses": responses,
     }
 
 
@@ -350,10 +374,23 @@ def evaluate(run: Run) -> None:
             on_finished=lambda *_: bar.update(),
         )
     answers = run.ranks.gather(answers)
+    scores = evaluation.summary(answers, sorted({1, c.eval_n}))
     if run.ranks.main:
         run.logs.answers(run.step, answers)
-        run.logs.row({"step": run.step, **evaluation.summary(answers, sorted({1, c.eval_n}))})
-    run.evaluated = run.step
+        run.logs.row({"step": run.step, **scores})
+    run.evaluated, run.pass_at_1 = run.step, scores["eval/pass@1"]
+    if c.keep_best and run.step and run.pass_at_1 > run.best[0]:  # the base model is no checkpoint
+        save(run)
+        run.best = run.pass_at_1, run.step
+        point_to_best(run)
+
+
+def point_to_best(run: Run) -> None:
+    """checkpoints/best is the best checkpoint, and the one that was is pruned, unless it is among the newest."""
+    c, (_, best) = run.config, run.best
+    if c.keep_best and best and run.ranks.main:
+        checkpoint.point_to_best(Path(c.run_dir), int(best))
+        checkpoint.prune(Path(c.run_dir), run.step, c.checkpoints_kept, best)
 
 
 def save(run: Run) -> None:
@@ -369,7 +406,8 @@ def save(run: Run) -> None:
     state = {"step": run.step, "bad_steps": run.bad_steps, "problems": run.problems_checksum}
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)
     prompt = {"prompt_suffix": c.prompt_suffix, "system_prompt": c.system_prompt}
-    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype, prompt=prompt)
+    best = run.best[1] if c.keep_best else None
+    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype, prompt=prompt, best=best)
     run.saved = run.step
 
 
@@ -384,13 +422,16 @@ def print_result(run: Run) -> None:
             print(f"{name:14}{first:9.1f}{unit:1}{final:9.1f}{unit:1}")
     for name in ("metrics.jsonl", "samples.jsonl", f"checkpoints/step_{run.step:06d}"):
         print(folder / name)
+    if run.config.keep_best and run.best[1]:
+        print(f"{folder / 'checkpoints/best'}   (step {run.best[1]:.0f}: pass@1 {100 * run.best[0]:.1f} %)")
 
 
 class Logs:
     """metrics.jsonl, samples.jsonl and config.yaml of a run directory; TensorBoard or Weights & Biases where asked for.
 
     Rows of later steps than `step` are cut off, so that a resumed run has each step once. Only the main rank writes.
-    `evaluated` is the step of the last evaluation in it, -1 for none; `sampled_tokens` are those of all its steps.
+    `pass_at_1` and `evaluated` are result and step of the last evaluation in it (None and -1 for none), `best` those of
+    the best one whose checkpoint is there; `sampled_tokens` are those of all its steps.
     """
 
     def __init__(self, config, step: int, main: bool = True):
@@ -409,8 +450,11 @@ class Logs:
         for path in self.files:
             kept = [row for row in read_jsonl(path) if row["step"] <= step] if path.exists() else []
             write_atomically(path, "".join(map(json_line, kept)))
-        self.evaluated = max((row["step"] for row in kept if "eval/pass@1" in row), default=-1)
         self.sampled_tokens = max((row.get("sampled_tokens", 0) for row in kept), default=0)
+        evals = [(row["eval/pass@1"], row["step"]) for row in kept if "eval/pass@1" in row]
+        self.pass_at_1, self.evaluated = evals[-1] if evals else (None, -1)
+        there = [checkpoint.number(folder) for folder in checkpoint.finished(self.dir)]
+        self.best = max((e for e in evals if e[1] in there), key=lambda e: (e[0], -e[1]), default=(-1.0, 0))
         if config.tensorboard:
             self.board = SummaryWriter(self.dir / "tensorboard", purge_step=step + 1)
         if config.wandb:

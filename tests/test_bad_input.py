@@ -394,7 +394,7 @@ def test_model(place, short_model, mistake, phrases, capsys):
     ("result in a missing folder", "--model m --data good.jsonl --out no/a.jsonl", "--out no/a.jsonl", "folder"),
     ("result in no home", "--model m --data good.jsonl --out $NOWHERE/a", "--out: out = '$NOWHERE/a'", "is not set"),
     ("result without a name", "--model m --data good.jsonl --out=", "--out : it cannot be written", "a file"),
-    ("result in place of a folder", "--model m --data good.jsonl --out folder", "--out folder", "cannot be written"),
+    ("result in place of a folder", "--model m --data good.jsonl --out f.jsonl", "--out f.jsonl", "cannot be written"),
     ("missing data", "--model m --data nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("no such model", "--model ./nowhere --data good.jsonl", "model './nowhere': no such folder"),
     ("no such field", "--model m --data good.jsonl --answer-field=gold", "good.jsonl:1: no field 'gold'"),
@@ -404,7 +404,7 @@ def test_model(place, short_model, mistake, phrases, capsys):
 )
 def test_eval(place, short_model, mistake, phrases, capsys):
     Path("m").symlink_to(short_model)
-    Path("folder").mkdir()
+    Path("f.jsonl").mkdir()
     refused(capsys, evaluation.main, mistake.split(), *phrases)
 
 

@@ -13,7 +13,7 @@ runtime.run
 runtime.memory runtime.optimizer
 plot
 eval
-verify rollout runtime.checkpoint runtime.signals
+scores.answers scores.tables verify rollout runtime.checkpoint runtime.signals
 runtime.sharding
 runtime.model sampling.decoder grader.worker replay runtime.bufferfile
 grader.equality
@@ -36,7 +36,8 @@ def imports(path: Path) -> set[str]:
 
 def test_imports_point_down_and_every_module_has_its_place():
     level = {name: i for i, line in enumerate(LAYERS.split("\n")) for name in line.split()}
-    files = [*ROOT.glob("*.py"), *(p for d in ("grader", "sampling", "runtime") for p in (ROOT / d).glob("*.py"))]
+    folders = ("grader", "sampling", "runtime", "scores")
+    files = [*ROOT.glob("*.py"), *(p for d in folders for p in (ROOT / d).glob("*.py"))]
     modules = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in files if p.name != "__init__.py"}
     assert set(modules) == set(level)
     for name, path in modules.items():
@@ -51,4 +52,5 @@ def test_the_root_holds_what_the_paper_discusses_and_three_doors():
         f"{n}.py" for n in [*ALGORITHMS, "rollout", "entropy", "replay", "verify", "eval", "plot"]
     }
     folders = {name.split("/")[0] for name in listed if "/" in name}
-    assert folders == {".ci", "bench", "configs", "data", "figures", "grader", "runtime", "sampling", "tests"}
+    expected = ".ci bench configs data figures grader runtime sampling scores tests"
+    assert folders == set(expected.split())

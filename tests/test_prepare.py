@@ -1,8 +1,11 @@
 """data/prepare.py: what it keeps of a set, what it says, and that a file is whole or absent."""
 
+import hashlib
 import importlib.util
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +28,14 @@ def write(path: Path, rows: list[dict]) -> str:
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Rows of the hub by repository, filled by a test."""
+    """Rows of the hub by repository, filled by a test; none at another revision than the pinned one."""
     sets: dict[str, list[dict]] = {}
-    monkeypatch.setattr(prepare, "hub_rows", lambda repo, split: enumerate(sets[f"{repo} {split}"], 1))
+    pins = {source.hub: source.revision for source in prepare.SETS.values()}
+
+    def hub_rows(repo, split, revision):
+        return enumerate(sets[f"{repo} {split}"] if revision == pins[repo] else [], 1)
+
+    monkeypatch.setattr(prepare, "hub_rows", hub_rows)
     return sets
 
 
@@ -36,7 +44,8 @@ def test_benchmark_keeps_every_row_and_numbers_them(hub, tmp_path, capsys):
     prepare.main(["amc23", "--out", str(tmp_path)])
     lines = [json.loads(line) for line in (tmp_path / "amc23.jsonl").read_text().splitlines()]
     assert lines == [{"uid": f"amc23-{i}", "problem": "1+1?", "answer": "2"} for i in range(40)]
-    assert capsys.readouterr().out == f"amc23: 40 problems -> {tmp_path}/amc23.jsonl\n"
+    sum_of_file = hashlib.sha256((tmp_path / "amc23.jsonl").read_bytes()).hexdigest()
+    assert capsys.readouterr().out == f"amc23: 40 problems -> {tmp_path}/amc23.jsonl, sha256 {sum_of_file}\n"
 
 
 def test_benchmark_of_another_size_is_pointed_out(hub, tmp_path, capsys):
@@ -63,7 +72,48 @@ def test_training_set_drops_repeated_contradictory_and_empty_rows(hub, tmp_path,
     assert [(p.uid, p.problem) for p in problems] == [("math_dapo-id-a?-1", "a?"), ("math_dapo-id-b?-2", "b?")]
     said = capsys.readouterr().out
     assert "dapo: 2 problems" in said
-    assert said.endswith("; 2 empty left out; 2 repeated left out; 2 contradictory left out\n")
+    assert "; 2 empty left out; 2 repeated left out; 2 contradictory left out; overlap not checked: no" in said
+
+
+TEXT = list("abcdefghijklmn")  # 14 words
+SHORT = "How many primes are below ten?"
+
+
+def test_problems_that_share_13_words_in_a_row_with_a_benchmark_are_reported_and_left_out_on_request(
+    hub, tmp_path, capsys
+):
+    hub["HuggingFaceH4/MATH-500 test"] = [{"problem": x, "answer": "1"} for x in (" ".join(TEXT), SHORT, "Add two.")]
+    thirteen = f"New words. {' '.join(TEXT[1:]).upper()}!"  # 13 of the 14, whatever the case
+    twelve = f"New words. {' '.join(TEXT[2:])}!"
+    longer = f"{SHORT} And how many of these are odd numbers?"  # holds a short problem, which counts only as a whole
+    texts = [thirteen, twelve, "how many primes are below ten", longer]
+    hub["agentica-org/DeepScaleR-Preview-Dataset train"] = [{"problem": x, "answer": "2"} for x in texts]
+    prepare.main(["deepscaler", "math500", "--out", str(tmp_path)])  # benchmarks are made first
+    said = capsys.readouterr().out
+    expected = "2 share 13 words in a row with a benchmark (math500 2): {}, the first is deepscaler-0 with math500-0"
+    assert expected.format("kept (--drop-overlap leaves them out)") in said
+    assert len(load(tmp_path / "deepscaler.jsonl")) == 4
+    prepare.main(["deepscaler", "--drop-overlap", "--out", str(tmp_path)])
+    assert expected.format("left out") in capsys.readouterr().out
+    assert [p.problem for p in load(tmp_path / "deepscaler.jsonl")] == [twelve, longer]
+    source = write(tmp_path / "mine.jsonl", [{"problem": x, "answer": "2"} for x in texts])
+    (tmp_path / "out").mkdir()
+    shutil.copy(tmp_path / "math500.jsonl", tmp_path / "out")
+    prepare.main(["--from", source, "--drop-overlap", "--out", str(tmp_path / "out")])
+    assert len(load(tmp_path / "out" / "mine.jsonl")) == 2
+
+
+@pytest.mark.parametrize(("problems", "overlap"), [(10, 10), (11, 0)])
+def test_words_that_many_training_problems_have_are_a_phrase(hub, tmp_path, capsys, problems, overlap):
+    hub["math-ai/aime25 test"] = [{"problem": f"Find it {' '.join(TEXT)}", "answer": "1"}]
+    rows = [{"problem": f"Problem {i}: {' '.join(TEXT)}", "answer": "2"} for i in range(problems)]
+    hub["agentica-org/DeepScaleR-Preview-Dataset train"] = rows
+    prepare.main(["aime25", "deepscaler", "--out", str(tmp_path)])
+    assert f"; {overlap} share 13 words in a row with a benchmark (aime25 {overlap})" in capsys.readouterr().out
+
+
+def test_every_revision_is_a_commit():
+    assert all(re.fullmatch("[0-9a-f]{40}", source.revision) for source in prepare.SETS.values())
 
 
 def test_answer_in_parts_is_one_answer_not_a_choice(hub, tmp_path):
@@ -114,6 +164,7 @@ MISTAKES = [  # (arguments, what the message says)
     ([], "no data set named, allowed: --list, --from FILE, deepscaler"),
     (["--bogus"], "unrecognized arguments: --bogus"),
     (["aime24", "math500", "--from", "ok.jsonl"], "--from is one set, found 2 names"),
+    (["aime24", "--drop-overlap"], "--drop-overlap with no training set, allowed: deepscaler, dapo, --from FILE"),
     (["--from", ""], "data: found an empty name, allowed: a file"),
     (["--from", "$NOWHERE/ok.jsonl"], "--from = '$NOWHERE/ok.jsonl': the variable NOWHERE is not set"),
     (["--from", "ok.jsonl", "--out", "~nobody-of-this-name"], "--out = '~nobody-of-this-name': there is no such home"),
@@ -145,4 +196,5 @@ def test_command_line_answers_with_one_line_and_code_2():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: no data set 'amc32' (did you mean 'amc23'?)") and done.stderr.count("\n") == 1
     listed = subprocess.run([sys.executable, SCRIPT, "--list"], capture_output=True, text=True)
-    assert listed.returncode == 0 and "math500        HuggingFaceH4/MATH-500, split test\n" in listed.stdout
+    assert listed.returncode == 0
+    assert "math500        HuggingFaceH4/MATH-500, split test, revision 6e4ed1a" in listed.stdout

@@ -241,10 +241,10 @@ def fake_hub(monkeypatch):
     hub = types.ModuleType("datasets")
     hub.exceptions = types.SimpleNamespace(DatasetsError=type("DatasetsError", (Exception,), {}))
 
-    def load_dataset(repo, subset, split):
+    def load_dataset(repo, subset, split, revision):
         if repo != "owner/set.v2":
             raise hub.exceptions.DatasetsError(f"{repo} is not on the hub\nlong explanation")
-        return [{"question": f"{subset} {split}?", "meta": {"gold": 4}}]
+        return [{"question": f"{subset} {split}{revision or ''}?", "meta": {"gold": 4}}]
 
     hub.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", hub)
@@ -253,6 +253,7 @@ def fake_hub(monkeypatch):
 def test_hub_set_takes_subset_split_and_field_names(fake_hub):
     fields = {"problem_field": "question", "answer_field": "meta.gold"}
     assert load("owner/set.v2:hard", split="test", **fields) == [Problem("set-0", "hard test?", "4", "owner/set.v2:1")]
+    assert [row["question"] for _, row in hub_rows("owner/set.v2", "test", "hard", "@1f")] == ["hard test@1f?"]
     with pytest.raises(UserError, match="^hub data set owner/sets, split 'train': owner/sets is not on the hub$"):
         load("owner/sets")
 
