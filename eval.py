@@ -34,7 +34,7 @@ from rollout import Sample, Sampler
 from runtime import model as lm
 from runtime.config import bounded, one_of, parse, path
 from runtime.errors import UserError, exit_cleanly, nearest
-from runtime.problems import Problem, load
+from runtime.problems import Problem, check_uids, load
 from runtime.ranks import Ranks, pick_dtype
 from sampling.gumbel import derive_seed
 from scores import tables
@@ -200,14 +200,16 @@ class Options:
             raise UserError(f"command line: --compare needs two files or folders, found {len(self.compare)}")
         if not modes and max(self.k or [1]) > self.n:
             raise UserError(f"command line: --k {max(self.k)} needs at least as many samples, found --n {self.n}")
-        out = Path(self.out or "").absolute()
-        if not out.parent.is_dir():
-            raise UserError(f"command line: --out {self.out}: the folder does not exist")
-        if self.out is not None and (not self.out or out.exists() and out.is_dir() == self.out.endswith(".jsonl")):
-            allowed = "a file, FILE.jsonl, or a folder"
-            raise UserError(f"command line: --out {self.out}: it cannot be written, allowed: {allowed}")
-        if self.out is not None and not os.access(out if out.is_dir() else out.parent, os.W_OK):
-            raise UserError(f"command line: --out {self.out}: it cannot be written")
+        if self.out is not None:
+            out = Path(self.out).absolute()
+            there = next(p for p in (out, *out.parents) if p.exists())  # a folder for several sets is made
+            if self.out.endswith(".jsonl") and not out.parent.is_dir():
+                raise UserError(f"command line: --out {self.out}: the folder does not exist")
+            if not self.out or out.exists() and out.is_dir() == self.out.endswith(".jsonl"):
+                allowed = "a file, FILE.jsonl, or a folder"
+                raise UserError(f"command line: --out {self.out}: it cannot be written, allowed: {allowed}")
+            if not os.access(there, os.W_OK):
+                raise UserError(f"command line: --out {self.out}: it cannot be written")
 
     def file_of(self, name: str) -> Path | None:
         """Where the answers of a set go."""
@@ -236,6 +238,7 @@ def load_sets(c: Options) -> dict[str, list[Problem]]:
         if name in sets:
             raise UserError(f"command line: --data has two sets of the name {name}, allowed: one; rename the file")
         sets[name] = load(source, **fields)
+    check_uids(problem for problems in sets.values() for problem in problems)
     if len(sets) > 1 and (c.out or "").endswith(".jsonl"):
         raise UserError(f"command line: --out {c.out} is one file for {len(sets)} sets, allowed: a folder")
     return hard_subset(c, sets, lambda problem: problem.uid)
@@ -264,14 +267,8 @@ def sampled(c: Options) -> dict[str, list[dict]]:
     prompt = trained_prompt(c.model) | given
     suffix, system = (prompt[key] for key in PROMPT)
     prompts = {name: [lm.chat_prompt(tokenizer, p.problem + suffix, system) for p in sets[name]] for name in sets}
-    longest = {name: max(map(len, prompts[name])) for name in sets}
-    room = {name: lm.positions(model) - longest[name] for name in sets}
-    budgets = {name: c.max_new_tokens or min(32768, max(1, room[name])) for name in sets}
-    for name in sets:
-        if budgets[name] > room[name]:
-            taken = f"the model has {room[name] + longest[name]} positions and the longest prompt takes {longest[name]}"
-            raise UserError(f"max_new_tokens = {budgets[name]}, allowed: up to {room[name]}, for {taken}")
-    max_len = max(longest[name] + budgets[name] for name in sets)
+    budgets = {name: token_budget(c, model, prompts[name]) for name in sets}
+    max_len = max(max(map(len, prompts[name])) + budgets[name] for name in sets)
     sampler = Sampler(model, lm.eos_ids(model, tokenizer), c.slots, max_len)
     settings = {"model": c.model, "limit": c.limit, "weights": checksum(model), "dtype": str(dtype), **prompt}
     settings |= {key: getattr(c, key) for key in ("temperature", "top_p", "seed")}
@@ -281,7 +278,7 @@ def sampled(c: Options) -> dict[str, list[dict]]:
         own = {"data": name, "problems": zlib.crc32(content.encode()), "max_new_tokens": budgets[name]}
         files[name] = AnswerFile(c.file_of(name), settings | own, ranks.rank)
     if c.out and not c.out.endswith(".jsonl"):
-        Path(c.out).mkdir(exist_ok=True)
+        Path(c.out).mkdir(parents=True, exist_ok=True)
     ranks.barrier()  # all have read what any of them writes to from now on
     if ranks.main:
         first = next(iter(prompts.values()))[0]
@@ -297,6 +294,17 @@ def sampled(c: Options) -> dict[str, list[dict]]:
         print(f"{sampler.tokens / (time.perf_counter() - start):,.0f} tokens/s", file=sys.stderr)
     ranks.stop()
     return found if ranks.main else {}
+
+
+def token_budget(c: Options, model, prompts: Sequence[list[int]]) -> int:
+    """max_new_tokens of a set. UserError where the model has no room for it behind the longest prompt."""
+    positions, longest = lm.positions(model), max(map(len, prompts))
+    room = positions - longest
+    budget = c.max_new_tokens or min(32768, max(1, room))
+    if budget > room:
+        taken = f"the model has {positions} positions and the longest prompt takes {longest}"
+        raise UserError(f"max_new_tokens = {budget}, allowed: up to {room}, for {taken}")
+    return budget
 
 
 def sampled_set(sampler, verifier, tokenizer, prompts, problems, file: AnswerFile, name, ranks, **how) -> list[dict]:
@@ -341,7 +349,7 @@ def verified(c: Options) -> dict[str, list[dict]]:
     found = {name: [r for r in rows if r["uid"] in {p.uid for p in of}] for name, of in sets.items()}
     for name in sets:
         if file := c.file_of(name):
-            file.parent.mkdir(exist_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             write(file, settings[name], found[name])
     return found
 
@@ -351,7 +359,9 @@ def from_files(c: Options) -> dict[str, list[dict]]:
     sets: dict[str, list[dict]] = {}
     for source in c.answers:
         for name, rows in read_sets(source).items():
-            sets[name if name not in sets else source] = rows
+            if name in sets:
+                raise UserError(f"command line: --answers has the set {name} twice, allowed: once, or --compare")
+            sets[name] = rows
     return hard_subset(c, sets, lambda row: row["uid"])
 
 

@@ -303,12 +303,23 @@ def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
     if run.ranks.main:
         run.logs.sampled_tokens += round(row["sampled_tokens"])
         run.logs.row(row | {"sampled_tokens": run.logs.sampled_tokens})
-        n = run.config.log_samples
-        run.logs.samples([sample_record(run, g) for g in groups[:: max(1, len(groups) // max(1, n))][:n]])
+        run.logs.samples([sample_record(run, groups[i]) for i in logged(groups, run.config.log_samples)])
         shown = {k: row[k] for k in ("reward", "accuracy", "entropy", "replayed", "reflected", "ranked")}
         shown |= {} if run.pass_at_1 is None else {"pass@1": run.pass_at_1}  # of the last evaluation
         run.bar.set_postfix({k: f"{v:.3g}" if v is not None else "-" for k, v in shown.items()}, refresh=False)
         run.bar.update()
+
+
+def logged(groups: Sequence, n: int) -> list[int]:
+    """Which n groups of a step samples.jsonl gets: up to half are groups that a mechanism changed or made, the others
+    are spread over the rest."""
+
+    def spread(of: list[int], n: int) -> list[int]:
+        return of[:: max(1, len(of) // max(1, n))][:n]
+
+    changed = [g.n_ranked > 0 or len(g.responses) > g.n_fresh or g.prompt.kind == REFLECTION for g in groups]
+    chosen = spread(np.flatnonzero(changed).tolist(), n // 2)
+    return sorted(chosen + spread([i for i in range(len(groups)) if i not in chosen], n - len(chosen)))
 
 
 def sample_record(run: Run, group) -> dict:

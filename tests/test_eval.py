@@ -552,6 +552,8 @@ MISTAKES = [  # (arguments, what the message says)
     ("--responses few.jsonl --data one", "few.jsonl: no response to 4 problems, 'one-b' among them"),
     ("--model m --data one two --out a.jsonl", "--out a.jsonl is one file for 2 sets, allowed: a folder"),
     ("--model m --data one made/one.jsonl", "--data has two sets of the name one"),
+    ("--model m --data one copy.jsonl", "copy.jsonl:1: duplicate uid 'one-a', first at one.jsonl:1"),
+    ("--answers a.jsonl a.jsonl", "--answers has the set a twice, allowed: once, or --compare"),
     ("--model m --data one --out plain", "--out plain: it cannot be written, allowed: a file, FILE.jsonl, or a folder"),
 ]
 
@@ -565,6 +567,7 @@ def test_mistake_is_named_and_nothing_is_written(sets, arguments, expected):
     for name, content in files.items():
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     Path("broken.jsonl").write_text(json.dumps(answer("x")) + '\n{"uid": \n')
+    shutil.copy("made/one.jsonl", "copy.jsonl")
     Path("folder").mkdir()
     Path("plain").write_text("")
     before = sorted(sets.rglob("*"))

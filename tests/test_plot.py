@@ -21,7 +21,7 @@ import plot
 from r3 import Config, group_advantages
 from runtime.errors import UserError
 from runtime.files import read_jsonl
-from runtime.run import sample_record
+from runtime.run import logged, sample_record
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -245,6 +245,17 @@ def test_groups_of_a_run_are_logged_and_printed_with_what_the_mechanisms_did(sta
 def test_log_samples_bounds_the_groups(start, tmp_path):
     run = start(tmp_path / "run", steps=1, eval_data="", log_samples=2)
     assert len(read_jsonl(run / "samples.jsonl")) == 2
+
+
+def test_half_of_the_logged_groups_are_such_that_a_mechanism_changed():
+    plain = [fresh_group(f"q{i}", [True, False], seed=i) for i in range(40)]
+    ranked = [replace(plain[i], n_ranked=2) if i in (5, 6, 7) else g for i, g in enumerate(plain)]
+    more = [replace(g, responses=3 * g.responses[:1]) for g in plain]
+    replayed = plain[:21] + more[21:]
+    assert logged(plain, 8) == [0, 5, 10, 15, 20, 25, 30, 35]
+    assert {5, 6, 7} <= set(logged(ranked, 8)) and len(logged(ranked, 8)) == 8
+    assert sum(i > 20 for i in logged(replayed, 8)) >= 4 and len(set(logged(replayed, 8))) == 8
+    assert logged(ranked, 0) == [] and logged(ranked, 999) == list(range(40))
 
 
 def test_a_long_response_is_logged_by_its_ends():
