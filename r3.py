@@ -139,7 +139,7 @@ class Config:
     # SERR, structural entropy ranking rewards
     rank: bool = True  # SERR is on
     rank_on: str = one_of("truncated", "failed")  # responses of an all-wrong group that are ranked
-    rank_rewards: str = one_of("published", "centred", "all_truncated")  # added; less their mean; only if none finished
+    rank_rewards: str = one_of("centred", "published", "all_truncated")  # less their mean; added; only if none finished
     peak_ratio: float = bounded(0.2, above=0, high=1)  # p, share of the tokens in E_peak
     r_max: float = bounded(0.5, low=0, below=1)  # R_max, reward of the best rank; no failure beats a success
 

@@ -94,7 +94,7 @@ def test_ranking_never_lifts_a_failure_to_a_success():
 def test_only_truncated_responses_of_an_all_wrong_group_are_ranked():
     wrong = truncated(fresh_group("a", [False] * 4, seed=1))
     finished = replace(wrong, responses=(replace(wrong.responses[0], finished=True), *wrong.responses[1:]))
-    ranked = r3.rank_failures(finished, C)
+    ranked = r3.rank_failures(finished, replace(C, rank_rewards="published"))
     assert ranked.n_ranked == 3 and ranked.rewards[0] == 0.0 and sum(ranked.rewards) == pytest.approx(3 * 0.25)
     assert r3.rank_failures(finished, replace(C, rank_on="failed")).n_ranked == 4
     mixed = fresh_group("a", [True, False, False])
