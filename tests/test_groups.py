@@ -155,7 +155,7 @@ def test_truncated_responses_that_tie_gain_nothing_from_centred_rewards():
     group = shaped_group("ftt")
     group = replace(group, entropies=(group.entropies[0], group.entropies[1], group.entropies[1]))
     assert r3.rank_failures(group, replace(C, rank_rewards="centred")).rewards == (0, 0, 0)
-    assert r3.rank_failures(group, C).rewards == (0, 0.25, 0.25)
+    assert r3.rank_failures(group, replace(C, rank_rewards="published")).rewards == (0, 0.25, 0.25)
 
 
 @pytest.mark.parametrize("mode", MODES)
