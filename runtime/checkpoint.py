@@ -6,6 +6,7 @@
        training/master.safetensors     fp32 weights, where the folder itself holds them rounded (save_dtype = bfloat16)
        training/buffer_0.json          the sample buffer of rank 0 (one per rank): its index, see bufferfile.py
        training/buffer/                its responses, in files that consecutive checkpoints share
+       training/carried_0.safetensors  what rank 0 hands from a step to the next, see carried.py
        training/state.json             the step, and a checksum of the problems
        training/manifest.json          sha256 of every other file; a folder that differs from it is not used
 
@@ -27,7 +28,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from runtime import bufferfile
+from runtime import bufferfile, carried
 from runtime.errors import UserError
 from runtime.files import checksum, fsync, writing
 from runtime.ranks import Ranks
@@ -35,12 +36,22 @@ from runtime.sharding import full, like
 
 
 def save(
-    run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype: str, prompt=None
+    run_dir: Path,
+    model,
+    tokenizer,
+    optimizer,
+    buffer,
+    state: dict,
+    ranks: Ranks,
+    keep: int,
+    dtype: str,
+    prompt=None,
+    handed_on=None,
 ) -> None:
     """Writes checkpoints/step_NNNNNN aside, renames it when it is on the disk, then prunes all but the newest `keep`.
 
     state: what else a resume needs, JSON-able, its `step` among it. dtype: of the exported weights.
-    prompt: what `export` writes.
+    prompt: what `export` writes. handed_on: see carried.py; None: nothing.
     Raises UserError where the disk is full or must not be written; the checkpoints before stay as they are.
     """
     final = run_dir / "checkpoints" / f"step_{state['step']:06d}"
@@ -62,6 +73,8 @@ def save(
             (training / "state.json").write_text(json.dumps(state))
         ranks.barrier()
         files = bufferfile.save(buffer, training, ranks.rank)
+        if handed_on is not None:
+            carried.save(handed_on, training, ranks.rank)
         ranks.barrier()
         if ranks.main:
             written = [p for p in sorted(aside.rglob("*")) if p.is_file()]
