@@ -455,6 +455,7 @@ def attention_scores(run: Run, responses: list[Response], starts: list[list[int]
     c, sequences = run.config, [[*r.prompt_ids, *r.response_ids] for r in responses]
     ranges = [[0, *(len(r.prompt_ids) + s for s in at)] for r, at in zip(responses, starts, strict=True)]
     best = [torch.zeros(len(at), device=run.ranks.device) for at in ranges]
+    run.sampler.release()  # the pass needs the cache's memory, as the update does
     for batch in equal_batches(run.ranks, list(map(len, sequences)), c.token_budget):
 
         def see(i: int, layer: int, M: Tensor, batch=batch) -> None:
