@@ -206,7 +206,8 @@ def tree_advantages(paths: Sequence[Sequence[Hashable]], rewards: Sequence[float
 def next_batch(B: int, valid: int, c: Config) -> int:
     """Line 9: B_{t+1} from B_t and the leaves that it kept; at most `batch_max`, also where it kept none."""
     wanted = min(c.batch_max, B * c.target // max(valid, 1))
-    return min(c.batch_max, math.ceil(c.batch_rate * wanted + (1 - c.batch_rate) * B))
+    moved = round(c.batch_rate * wanted + (1 - c.batch_rate) * B, 9)  # 13.000000000000002 is 13
+    return min(c.batch_max, math.ceil(moved))
 
 
 # --------------------------------------------------------------------------------------------------- Trees of leaves

@@ -1,12 +1,33 @@
 """AttnRL: steps, scores, branch points, trees and advantages by hand; the step attention against transformers' eager
 one; a run that equals GRPO with all parts off, that loses no batch, and that resumes exactly."""
+# ruff: noqa: F401, F811  the fixtures short_model, start, unbroken and no_group_is_left are imported
 
+import contextlib
+import copy
+import functools
 import math
 import random
 
 import numpy as np
 import pytest
 import torch
+from conftest import random_model, train_run
+from test_ranks import ALONE, no_group_is_left, on_ranks
+from test_resume import ENDS, random_kills, sweep
+from tiny_run import (
+    SHORT,
+    Killed,
+    RuleVerifier,
+    assert_same_run,
+    at,
+    checkpoints,
+    kill,
+    needs_fork,
+    rows,
+    short_model,
+    start,
+    unbroken,
+)
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -19,9 +40,18 @@ from transformers import (
 )
 
 import attnrl
+import r3
+import verify
 from attnrl import branch_points, branching, candidates_only, influence, next_batch, step_starts, tree_advantages
+from rollout import Sampler
+from runtime import carried
+from runtime import run as run_module
 from runtime.errors import UserError
+from runtime.problems import Problem
+from runtime.ranks import Ranks
+from runtime.sharding import full
 from runtime.stepattention import score_steps
+from sampling.kvcache import SlotCache
 
 # ------------------------------------------------------------------------------------------------------------- steps
 
@@ -115,9 +145,9 @@ def tree_paths(n: int, branched: dict[int, list[int]], length: int = 30, width: 
     trunks = [attnrl.segments(i, length, branched.get(i, [])) for i in range(n)]
     paths = [[node for node, _ in trunk] for trunk in trunks]
     for i, at_points in branched.items():
-        for number, at in enumerate(at_points):
+        for number, cut in enumerate(at_points):
             for j in range(width):
-                paths.append([node for node, _ in trunks[i] if node[1] < at] + [(i, at, number * width + j)])
+                paths.append([node for node, _ in trunks[i] if node[1] < cut] + [(i, cut, number * width + j)])
     return paths
 
 
@@ -183,6 +213,8 @@ def test_the_batch_follows_its_yield_up_to_its_bound():
     assert next_batch(128, 3840, c) == math.ceil(0.1 * 64 + 0.9 * 128) == 122
     assert next_batch(64, 0, c) == math.ceil(0.1 * 256 + 0.9 * 64)  # nothing kept: as if the bound were wanted
     assert next_batch(256, 10, c) == 256
+    for B in range(1, 257):  # a batch that reaches its target stays, whatever 0.1 B + 0.9 B is rounded to
+        assert next_batch(B, 30 * B, attnrl.Config(batch_size=B, minibatches=1)) == B
 
 
 # ------------------------------------------------------------------------------------------------ attention by steps
@@ -253,3 +285,380 @@ def test_parts_of_r3_are_refused_by_name(key):
 def test_the_bound_of_the_batch_is_not_below_its_first_size():
     with pytest.raises(UserError, match="batch_max = 32, allowed: at least batch_size = 64"):
         attnrl.Config(batch_max=32)
+
+
+# ------------------------------------------------------------------------------------------------- groups and leaves
+
+
+def response(prompt, length, step, seed=0, correct=False, kind="plain"):
+    random = np.random.default_rng(seed)
+    ids, logp = random.integers(3, 200, length).tolist(), random.normal(-2, 0.5, length).astype(np.float32)
+    return attnrl.Response(prompt, ids, logp, correct, True, float(correct), step, kind)
+
+
+def small_tree(step: int, sampled: int, **changes):
+    """Two responses of 6 and 4 tokens, sampled in step `sampled`; the first branches at 2 and 4, two continuations
+    each of 3 tokens, sampled in `step`. Correct: the second response, and the first continuation at 4."""
+    c = attnrl.Config(**changes)
+    query, prompt = Problem("a", "problem a", "1", "here"), [3, 4, 5]
+    own = (response(prompt, 6, sampled, 1), response(prompt, 4, sampled, 2, correct=True))
+    H = tuple(np.full(len(r.response_ids), 0.5, np.float32) for r in own)
+    steps = ([0, 2, 4], [0, 2]), (np.array([0.0, 1, 2]), np.array([0.0, 1]))
+    group = attnrl.Rollouts(attnrl.Prompt(query, "plain", prompt), own, (0.0, 1.0), H, 2, 0, *steps)
+    continued = []
+    for cut in (2, 4):
+        branch = attnrl.Branch(query, "branch", prompt + own[0].response_ids[:cut], own[0], 0, cut, 2)
+        sampled_here = tuple(response(branch.ids, 3, step, 10 * cut + j, cut == 4 and j == 0, "branch") for j in (0, 1))
+        H = tuple(np.full(3, 0.25, np.float32) for _ in sampled_here)
+        continued.append(attnrl.Group(branch, sampled_here, tuple(r.reward for r in sampled_here), H, 2))
+    return group, continued, attnrl.grow(group, continued, step, c), c
+
+
+def test_a_leaf_is_the_prefix_as_it_was_sampled_and_its_continuation():
+    group, continued, tree, _ = small_tree(step=5, sampled=4)
+    assert tree.responses[:2] == group.responses and len(tree.responses) == tree.n_fresh == 6
+    parent = group.responses[0]
+    own_parts = [r for g in continued for r in g.responses]
+    for leaf, cut, own in zip(tree.responses[2:], (2, 2, 4, 4), own_parts, strict=True):
+        assert list(leaf.response_ids) == parent.response_ids[:cut] + own.response_ids
+        assert leaf.logprobs.tolist() == [*parent.logprobs[:cut], *own.logprobs]
+        assert leaf.prompt_ids == [3, 4, 5] and leaf.correct == own.correct and leaf.reward == float(own.correct)
+    assert [H.tolist() for H in tree.entropies[2:4]] == [[0.5] * 2 + [0.25] * 3] * 2
+    assert tree.rewards == (0, 1, 0, 0, 1, 0) and tree.n_correct == 2
+
+
+def test_a_token_has_the_advantage_of_its_node():
+    _, _, tree, c = small_tree(step=5, sampled=4)
+    root, first, second = 1 / 3, 1 / 5, 1 / 3  # V; below tokens 0 and 1, below 2 and 3
+    a, b, end = 2 * (first - root) / 5**0.5, (second - root + second - first) / 3**0.5, -root - second
+    found = tree.advantages(c)
+    assert found[0] == pytest.approx([a, a, b, b, end, end]) and found[1] == pytest.approx([2 * (1 - root)] * 4)
+    assert found[2] == pytest.approx([a, a] + [-root - first] * 3) and (found[3] == found[2]).all()
+    assert found[4] == pytest.approx([a, a, b, b] + [1 - root + 1 - second] * 3)
+    assert [A.dtype for A in found] == [np.float32] * 6
+
+
+def test_the_old_log_probs_of_stale_tokens_are_the_recorded_ones():
+    _, _, tree, c = small_tree(step=5, sampled=4)
+    for i, stale in enumerate((6, 4, 2, 2, 4, 4)):
+        found = tree.old_logp(i, c)
+        assert (found[:stale] == tree.responses[i].logprobs[:stale]).all() and np.isnan(found[stale:]).all()
+    _, _, fresh, c = small_tree(step=5, sampled=5)
+    assert [fresh.old_logp(i, c) for i in range(6)] == [None] * 6
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_the_gradient_of_a_tree_is_that_of_eq_2_written_as_a_loop(minibatches):
+    """Per token: A of its node; pi_old as recorded for stale tokens, else the policy; the mean over all tokens."""
+    _, _, tree, c = small_tree(step=5, sampled=4, minibatches=minibatches, eps_low=0.9, eps_high=9.0)
+    policy = random_model()
+    found, expected = copy.deepcopy(policy), copy.deepcopy(policy)
+    run = train_run(found)
+    run.config, run.optimizer.step = c, lambda: None
+    examples = r3.training_examples([tree], run.ranks, c)
+    if minibatches > 1:
+        examples = r3.with_old_logprobs(run, examples)
+        assert not any(np.isnan(e.old_logp).any() for e in examples)
+    r3.add_gradient(run, examples)
+    loss, tokens, A = 0.0, sum(len(r.response_ids) for r in tree.responses), tree.advantages(c)
+    for i, r in enumerate(tree.responses):
+        logits = expected(torch.tensor([[*r.prompt_ids, *r.response_ids]])).logits[0, len(r.prompt_ids) - 1 : -1]
+        logp = logits.log_softmax(-1).gather(1, torch.tensor(r.response_ids)[:, None])[:, 0]
+        for t, stale in enumerate(np.arange(len(r.response_ids)) < tree.stale[i]):
+            old = torch.tensor(r.logprobs[t]) if stale else logp[t].detach()
+            ratio, tis = torch.exp(logp[t] - old), torch.exp(old - r.logprobs[t]).clamp(max=c.tis_cap).item()
+            a = tis * float(A[i][t])
+            J = torch.minimum(ratio * a, ratio.clamp(0.1, 10.0) * a)
+            loss = loss - (J.clamp(min=c.dual_clip * a) if a < 0 else J) / tokens
+    loss.backward()
+    for p, q in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-6)
+    assert max(p.grad.abs().max() for p in found.parameters()) > 1e-3
+
+
+# -------------------------------------------------------------------------------------------------------- the sampler
+
+
+def test_n_and_budget_may_differ_by_prompt_and_a_prefix_is_computed_once_for_its_continuations(monkeypatch):
+    model, prefills, original = random_model(), [], SlotCache.begin_prefill
+    sampler = Sampler(model, set(range(40, 52)), slots=8, max_len=40)
+    prompts, n, budgets, seeds = [[5, 6, 7], [5, 6, 7, 8, 9]], [3, 2], [12, 10], [11, 12]
+    alone = [sampler.generate([p], k, b, seed=[s])[0] for p, k, b, s in zip(prompts, n, budgets, seeds, strict=True)]
+
+    def spy(cache, lengths):
+        prefills.append(lengths)
+        return original(cache, lengths)
+
+    monkeypatch.setattr(SlotCache, "begin_prefill", spy)
+    together = sampler.generate(prompts, n, budgets, seed=seeds)
+    assert [len(group) for group in together] == n and prefills == [[2, 4]]
+    for a, b in zip(alone, together, strict=True):
+        assert [s.response_ids for s in a] == [s.response_ids for s in b]
+    assert max(len(s.response_ids) for s in together[1]) <= 10
+
+
+# -------------------------------------------------------------------------------------------------------- whole runs
+
+SMALL = {
+    **{key: value for key, value in SHORT.items() if key not in ("reflection_template", "tau")},
+    "batch_size": 3, "branch_distance": 2, "ignored_steps": 1, "batch_max": 5, "minibatches": 1,
+    "eval_every": 6, "eval_n": 1,
+}  # fmt: skip
+OFF = {"branch": False, "adaptive_sampling": False, "adaptive_batch": False, "off_policy_steps": 0}
+ATTN = {"program": attnrl, **SMALL}
+
+
+class Spy:
+    """What a run did. Of each step: its number, trees, groups as sampled, state, next state, tokens that the sampler
+    returned. Of each call of the sampler: step, batch, prompts, branches."""
+
+    def __init__(self, monkeypatch):
+        self.steps, self.calls, self.runs = [], [], []
+        collect, rollout = attnrl.collect, attnrl.rollout
+
+        def spied_collect(run, state, step):
+            before = run.sampler.tokens
+            found = collect(run, state, step)
+            self.runs.append(run)
+            self.steps.append((step, found[0], found[1], state, found[2], run.sampler.tokens - before))
+            return found
+
+        def spied_rollout(run, prompts, branches, batch, step):
+            self.calls.append((step, batch, prompts, branches))
+            return rollout(run, prompts, branches, batch, step)
+
+        monkeypatch.setattr(attnrl, "collect", spied_collect)
+        monkeypatch.setattr(attnrl, "rollout", spied_rollout)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_all_parts_off_is_r3s_grpo_to_the_last_bit(start, tmp_path, minibatches):
+    same = {"replay": False, "reflect": False, "rank": False, "length_reward": 0, "loss_agg": "token"}
+    same |= {"batch_size": 4, "minibatches": minibatches}
+    start(tmp_path / "r3", **same)
+    start(tmp_path / "attnrl", **ATTN | OFF | same)
+    shared = [{k: v for k, v in row.items() if k in other} for row, other in
+              zip(rows(tmp_path / "attnrl"), rows(tmp_path / "r3"), strict=True)]  # fmt: skip
+    assert shared == rows(tmp_path / "r3") and any(row.get("grad_norm") for row in shared)
+    kept = [checkpoints(tmp_path / name) for name in ("attnrl", "r3")]
+    for a, b in zip(*(k.values() for k in kept), strict=True):
+        names = ["model.safetensors", "training/optimizer.safetensors"]
+        assert [a[name] for name in names] == [b[name] for name in names]
+
+
+def test_each_part_off_changes_a_run(start, tmp_path):
+    """Otherwise a switch would be dead. Of adaptive_batch a test below shows what it does."""
+    weights, changes = {}, {"seed": 0} | OFF | {"branch_on": "random"}
+    del changes["adaptive_batch"]
+    for key, value in changes.items():
+        run_dir = start(tmp_path / key, **ATTN | {key: value, "steps": 3})
+        weights[checkpoints(run_dir)["step_000003"]["model.safetensors"]] = key
+    assert list(weights.values()) == list(changes)  # five runs, five models
+
+
+def test_every_batch_that_is_sampled_is_trained_and_the_last_call_draws_none(start, tmp_path, monkeypatch):
+    spy = Spy(monkeypatch)
+    start(tmp_path / "run", **ATTN)
+    asked = [p.problem.uid for _, _, prompts, _ in spy.calls for p in prompts]
+    trained = [g.uid for _, _, sampled, *_ in spy.steps for g in sampled if g.prompt.kind == "plain"]
+    assert asked == trained and len(spy.steps) == 6
+    assert [(step, batch) for step, batch, prompts, _ in spy.calls if prompts] == [
+        (1, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)
+    ]  # fmt: skip
+    assert spy.calls[-1][0] == 6 and not spy.calls[-1][2] and spy.steps[-1][4].ahead is None
+    per_step = [sum(step == s for step, *_ in spy.calls) for s in range(1, 7)]
+    assert per_step == [2, 1, 1, 1, 1, 1]  # one call a step, but for the first
+
+
+def test_without_off_policy_steps_every_ratio_is_one(start, tmp_path, monkeypatch):
+    spy = Spy(monkeypatch)
+    start(tmp_path / "run", **ATTN | {"off_policy_steps": 0})
+    trees = [tree for _, trees, *_ in spy.steps for tree in trees]
+    assert trees and all(set(tree.stale) == {0} for tree in trees)
+    assert all(row["clip_fraction"] == 0 for row in rows(tmp_path / "run") if row.get("clip_fraction") is not None)
+
+
+def test_the_leaves_of_a_run(start, tmp_path, monkeypatch):
+    """On the real path: branches go on from prompt and prefix, within the budget; verdicts are on whole responses; the
+    tokens of a prefix are stale from the second step on and count as sampled once."""
+    spy = Spy(monkeypatch)
+    run_dir = start(tmp_path / "run", **ATTN)
+    continued = 0
+    steps = [row for row in rows(run_dir) if "queries" in row]
+    for (step, trees, sampled, *_), row in zip(spy.steps, steps, strict=True):
+        initial = {g.uid: g for g in sampled if g.prompt.kind == "plain"}
+        for g in sampled:
+            if g.prompt.kind == "branch":
+                b = g.prompt
+                assert b.ids == [*initial[g.uid].prompt.ids, *b.parent.response_ids[: b.at]]
+                assert b.parent == initial[g.uid].responses[b.index] and len(g.responses) == b.n
+        for tree in trees:
+            for leaf, stale, path in zip(tree.responses, tree.stale, tree.paths, strict=True):
+                text = attnrl.lm.decode(spy.runs[0].tokenizer, leaf.response_ids)
+                assert leaf.correct == (leaf.finished and len(text) % 3 == 0)
+                assert len(leaf.response_ids) <= 12 and leaf.finished == (leaf.response_ids[-1] in spy_eos(spy))
+                assert sum(tokens for _, tokens in path) == len(leaf.response_ids)
+                assert (stale > 0) == (step > 1 and (leaf.step < step or len(path) > 1))
+            continued += len(tree.responses) - 4
+        assert row["sampled_tokens"] == sum(len(r.response_ids) for g in sampled for r in g.responses)
+        assert row["leaves"] == sum(len(tree.responses) for tree in trees) and row["queries"] == len(initial)
+    assert continued > 50
+    total = sum(row.get("sampled_tokens", 0) for row in rows(run_dir))
+    assert total == sum(drawn for *_, drawn in spy.steps)  # what the sampler has returned
+
+
+def spy_eos(spy) -> set[int]:
+    return set(np.flatnonzero(spy.runs[0].sampler.is_eos).tolist())
+
+
+def test_the_batch_of_a_run_follows_its_yield(start, tmp_path, monkeypatch):
+    spy = Spy(monkeypatch)
+    start(tmp_path / "run", **ATTN)
+    config = spy.runs[0].config
+    for _, trees, _, state, after, _ in spy.steps:
+        assert after.valid == sum(len(tree.responses) for tree in trees)
+        assert after.batch == next_batch(state.batch, int(after.valid), config)
+    assert len({state.batch for *_, state, _, _ in spy.steps}) > 1
+    queries = [sum(p.kind == "plain" for p in prompts) for _, _, prompts, _ in spy.calls if prompts]
+    assert queries == [3, 3, *(state.batch for *_, state, _, _ in spy.steps[1:-1])]
+
+
+@pytest.mark.parametrize("anchor", ["entropy", "random"])
+def test_the_other_anchors_score_no_attention(start, tmp_path, monkeypatch, anchor):
+    spy = Spy(monkeypatch)
+    with at(attnrl, "score_steps", 1, kill):  # a call would end the run
+        start(tmp_path / "run", **ATTN | {"branch_on": anchor, "steps": 3})
+    groups = [g for *_, state, _, _ in spy.steps for g in state.ahead or ()]
+    assert groups and any(branches for *_, branches in spy.calls)
+    for g in groups:
+        for H, starts, scores in zip(g.entropies, g.starts, g.scores, strict=True):
+            assert scores[0] == 0 and len(scores) == len(starts)
+            if anchor == "entropy":
+                assert (scores[1:] == H[starts][1:]).all()
+
+
+# ----------------------------------------------------------------------------------------------------- exact resume
+
+
+@pytest.mark.parametrize("finished", [1, 4])
+def test_resumed_run_equals_the_unbroken_one(unbroken, start, tmp_path, finished):
+    with at(attnrl, "collect", finished + 1, kill), pytest.raises(Killed):
+        start(tmp_path / "run", **ATTN)
+    assert_same_run(unbroken(**ATTN), start(tmp_path / "run", resume=True, **ATTN))
+
+
+VARIANTS = [{"off_policy_steps": 0, "branch_on": "random"}, {"branch": False}, {"minibatches": 2, "beta": 0}]
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_resumed_run_equals_the_unbroken_one_with_other_configs(unbroken, start, tmp_path, changes):
+    changes = ATTN | changes
+    with at(attnrl, "collect", 4, kill), pytest.raises(Killed):
+        start(tmp_path / "run", **changes)
+    assert_same_run(unbroken(**changes), start(tmp_path / "run", resume=True, **changes))
+
+
+@pytest.mark.parametrize(("place", "end"), [("rollout", "terminate"), ("score_steps", "kill"), ("update", "crash")])
+def test_abandoned_step_is_done_again_from_its_beginning(unbroken, start, tmp_path, place, end):
+    changes = ATTN | {"save_every": 3}
+    act, raised = ENDS[end]
+    with at(attnrl, place, {"rollout": 6, "score_steps": 6, "update": 5}[place], act), pytest.raises(raised):
+        start(tmp_path / "run", **changes)
+    assert_same_run(unbroken(**changes), start(tmp_path / "run", resume=True, **changes), last_checkpoint_only=True)
+
+
+def again_and_whole(unbroken, start):
+    """start and unbroken of tests/test_resume.py, for four steps of this program."""
+    changes = ATTN | {"steps": 4}
+    return lambda steps: unbroken(**changes), lambda run_dir, resume, steps: start(run_dir, resume=resume, **changes)
+
+
+@needs_fork
+def test_run_killed_at_random_moments_resumes(unbroken, start, tmp_path):
+    assert random_kills(*again_and_whole(unbroken, start), tmp_path, wanted=4, seed=0) >= 4
+
+
+@needs_fork
+@pytest.mark.slow
+def test_run_killed_200_times_at_random_moments_resumes(unbroken, start, tmp_path):
+    assert random_kills(*again_and_whole(unbroken, start), tmp_path, wanted=200, seed=1) >= 200
+
+
+@needs_fork
+def test_run_killed_between_operations_on_files_resumes(unbroken, start, tmp_path):
+    changes = {key: value for key, value in ATTN.items() if key not in ("steps", "checkpoints_kept")}
+    works = (functools.partial(work, **changes) for work in (unbroken, start))
+    assert sweep(*works, tmp_path, [40]) == 1
+
+
+def test_what_is_handed_on_survives_the_disk(tmp_path):
+    value = {"b": 3, "rows": [("u", [np.int32([1, 2]), np.float32([0.1])]), ("v", [np.int32([]), np.float32([3e-9])])]}
+    carried.save(value, tmp_path, 0)
+    carried.save({"b": 4, "rows": []}, tmp_path, 1)
+    first, second = carried.load(tmp_path)
+    assert first["b"] == 3 and second == {"b": 4, "rows": []} and [uid for uid, _ in first["rows"]] == ["u", "v"]
+    for found, expected in zip(first["rows"], value["rows"], strict=True):
+        for a, b in zip(found[1], expected[1], strict=True):
+            assert a.dtype == b.dtype and a.tolist() == b.tolist()
+
+
+# ------------------------------------------------------------------------------------------------------------- ranks
+
+
+def flight(state) -> dict:
+    """uid -> ids, log-probs and step scores of the responses in flight."""
+    of = {g.uid: zip(g.responses, g.scores, strict=True) for g in state.ahead or ()}
+    return {
+        uid: [(list(r.response_ids), r.logprobs.tolist(), x.tolist()) for r, x in pairs] for uid, pairs in of.items()
+    }
+
+
+def until(ranks, given: dict, last: int) -> list[dict]:
+    """Trains on these ranks until after step `last` of six, and returns what each step did."""
+    seen, collect, log = [], attnrl.collect, attnrl.log
+
+    def spied_collect(run, state, step):
+        if step > last:
+            raise Killed
+        found = collect(run, state, step)
+        shared = {key: value for key, value in vars(found[2]).items() if key != "ahead"}
+        uids = {g.uid for g in found[1] if g.prompt.kind == "plain"}
+        seen.append({"shared": shared, "uids": uids, "before": flight(state), "after": flight(found[2])})
+        return found
+
+    def spied_log(run, *rest):
+        seen[-1]["weights"] = torch.cat([full(p).flatten() for p in run.policy.parameters()])
+        log(run, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+        patch.setattr(run_module, "Verifier", RuleVerifier)
+        patch.setattr(verify, "check", lambda problems: [])
+        patch.setattr(Ranks, "stop", lambda self: None)  # the process group is the test's
+        patch.setattr(Ranks, "start", classmethod(lambda cls, *_: ranks))
+        patch.setattr(run_module, "print_result", lambda run: None)
+        patch.setattr(attnrl, "collect", spied_collect)
+        patch.setattr(attnrl, "log", spied_log)
+        attnrl.main([f"--{key}={value}" for key, value in given.items()])
+    return seen
+
+
+def test_ranks_keep_in_step_and_another_number_of_them_goes_on_with_what_is_in_flight(short_model, tmp_path):
+    """Two steps on two ranks, two on one, two on two."""
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(f'{{"uid": "q{i}", "problem": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(12)))
+    given = SMALL | {"model": short_model, "data": problems, "run_dir": tmp_path / "run", "batch_size": 4, "steps": 6}
+    given |= {"eval_at_start": False, "eval_at_end": False, "eval_every": 99, "resume": True}
+    parts = []
+    for size in (2, 1, 2):
+        work = functools.partial(until, given=given, last=2 * len(parts) + 2)
+        parts.append(on_ranks(size, work, tmp_path) if size > 1 else [work(ALONE)])
+    for a, b in parts[::2]:
+        assert len(a) == len(b) == 2
+        for one, other in zip(a, b, strict=True):
+            assert one["shared"] == other["shared"] and torch.equal(one["weights"], other["weights"])
+            assert one["uids"] and other["uids"] and not one["uids"] & other["uids"]
+    for earlier, later in zip(parts, parts[1:], strict=False):
+        handed = {uid: row for steps in earlier for uid, row in steps[-1]["after"].items()}
+        taken = {uid: row for steps in later for uid, row in steps[0]["before"].items()}
+        assert handed and handed == taken
+    assert not parts[-1][0][-1]["after"]

@@ -79,8 +79,8 @@ def short_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def start(short_model, tmp_path_factory):
-    """start(run_dir, key=value, ...) trains there, by r3 or another `program`, and returns run_dir. Verifier and check of
-    answers are replaced."""
+    """start(run_dir, key=value, ...) trains there, by r3 or by `program`, and returns run_dir. The verifier and
+    the check of answers are replaced."""
     problems = tmp_path_factory.mktemp("short") / "problems.jsonl"
     lines = (json.dumps({"uid": f"q{i}", "problem": f"{i}+1=", "answer": str(i + 1)}) for i in range(8))
     problems.write_text("\n".join(lines))
