@@ -56,18 +56,21 @@ def sample_and_grade(
     problems: Sequence[Problem],
     on_finished: Callable[[int, int, Sample], None] = lambda *_: None,
     known: Mapping[tuple[int, int], Sample] | None = None,
+    begun: Sequence[Sequence[int]] | None = None,
     **generate,
 ) -> list[list[tuple[Sample, bool]]]:
     """n responses to each prompt and the verdict on each. Responses are verified while others are being sampled.
 
     problems[i] has the reference answer of prompts[i]; `on_finished`, `known` and `generate` are Sampler.generate's. A
-    response without an end of sequence is never correct, whatever it boxed on the way.
+    response without an end of sequence is never correct, whatever it boxed on the way. Where prompts[i] ends with the
+    beginning of a response, begun[i] has these ids; the verdict is on the whole response.
     """
     verdicts = {}
 
     def grade(i: int, j: int, sample: Sample) -> None:
         if sample.finished:
-            verdicts[i, j] = verifier.submit(decode(sample.response_ids), problems[i].answer, problems[i].uid)
+            response = decode([*begun[i], *sample.response_ids] if begun else sample.response_ids)
+            verdicts[i, j] = verifier.submit(response, problems[i].answer, problems[i].uid)
 
     def finished(i: int, j: int, sample: Sample) -> None:
         on_finished(i, j, sample)

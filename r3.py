@@ -41,6 +41,7 @@ from torch import Tensor
 
 from eval import sample_and_grade
 from replay import PLAIN, REFLECTION, ReplayBuffer, Response
+from rollout import Sample
 from runtime import config as settings
 from runtime import model as lm
 from runtime.config import bounded, one_of, path
@@ -281,10 +282,15 @@ class Group:
     def collapsed(self) -> bool:
         return self.all_wrong or self.all_correct
 
-    def advantages(self, c: Config) -> list[float]:
-        """A of each response: Eq. 3 over G_mix where responses were replayed, else Eq. 1."""
+    def advantages(self, c: Config) -> list[np.ndarray]:
+        """A of each token, (L,) for each response: Eq. 3 over G_mix where responses were replayed, else Eq. 1."""
         alpha = c.alpha if len(self.responses) > self.n_fresh else 1.0
-        return group_advantages(self.rewards, alpha, c.lam, c.advantage_std).tolist()
+        A = group_advantages(self.rewards, alpha, c.lam, c.advantage_std).tolist()
+        return [np.full(len(r.response_ids), A_i, np.float32) for r, A_i in zip(self.responses, A, strict=True)]
+
+    def old_logp(self, i: int, c: Config) -> np.ndarray | None:
+        """pi_old of response i, (L,): as recorded if it was replayed; None or NaN: the policy before the step."""
+        return self.responses[i].logprobs if i >= self.n_fresh and not c.recompute_old_logp else None
 
 
 def rank_failures(group: Group, c: Config) -> Group:
@@ -397,10 +403,10 @@ class Example:
     uid: str
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
-    A: float
+    A: np.ndarray  # (L,)
     weight: float  # of each token
     sampled_logp: np.ndarray  # (L,), as the sampler recorded it
-    old_logp: np.ndarray | None  # pi_old, (L,); None: the policy itself before the step, ratio 1
+    old_logp: np.ndarray | None  # pi_old, (L,); None or NaN: the policy itself before the step, ratio 1
     replayed: bool
 
 
@@ -414,13 +420,12 @@ def training_examples(groups: Sequence[Group], ranks: Ranks, c: Config) -> list[
     examples = []
     for g in groups:
         A = g.advantages(c)
-        if not any(A):
+        if not any(A_i.any() for A_i in A):
             continue
         for i, (response, A_i) in enumerate(zip(g.responses, A, strict=True)):
-            ids, replayed = response.response_ids, i >= g.n_fresh
+            ids = response.response_ids
             weight = token_weight(c.loss_agg, len(ids), len(g.responses), totals, c.max_new_tokens)
-            old_logp = response.logprobs if replayed and not c.recompute_old_logp else None
-            scored = (A_i, weight, response.logprobs, old_logp, replayed)
+            scored = (A_i, weight, response.logprobs, g.old_logp(i, c), i >= g.n_fresh)
             examples.append(Example(g.uid, response.prompt_ids, ids, *scored))
     return examples
 
@@ -486,16 +491,18 @@ def rollout(run: Run, prompts: list[Prompt], step: int) -> list[Group]:
         temperature=c.temperature,
         seed=[derive_seed(c.seed, step, prompt.problem.uid, prompt.kind) for prompt in prompts],
     )
-    groups = []
-    for prompt, answers in zip(prompts, graded, strict=True):
-        responses = []
-        for s, correct in answers:
-            reward = outcome_reward(correct, s.finished, len(s.response_ids), c)
-            verified = (correct, s.finished, reward, step, prompt.kind)
-            responses.append(Response(prompt.ids, s.response_ids, s.logprobs, *verified))
-        rewards, entropies = tuple(r.reward for r in responses), tuple(s.entropies for s, _ in answers)
-        groups.append(Group(prompt, tuple(responses), rewards, entropies, n_fresh=len(responses)))
-    return groups
+    return [group_of(prompt, answers, step, c) for prompt, answers in zip(prompts, graded, strict=True)]
+
+
+def group_of(prompt: Prompt, answers: Sequence[tuple[Sample, bool]], step: int, c: Config) -> Group:
+    """The samples of one prompt and the verdict on each, with their outcome rewards."""
+    responses = []
+    for s, correct in answers:
+        reward = outcome_reward(correct, s.finished, len(s.response_ids), c)
+        verified = (correct, s.finished, reward, step, prompt.kind)
+        responses.append(Response(prompt.ids, s.response_ids, s.logprobs, *verified))
+    rewards, entropies = tuple(r.reward for r in responses), tuple(s.entropies for s, _ in answers)
+    return Group(prompt, tuple(responses), rewards, entropies, n_fresh=len(responses))
 
 
 def resample(run: Run, groups: list[Group], step: int) -> tuple[list[Group], list[Group]]:
@@ -549,8 +556,9 @@ def add_gradient(run: Run, examples: list[Example]) -> dict[str, tuple[Tensor, f
     if run.reference is not None:
         with torch.no_grad():
             ref_logp = logprobs(run, run.reference, examples)
-    A, weight, replayed = (per_token([getattr(e, x) for e in examples]) for x in ("A", "weight", "replayed"))
-    gap = torch.where(replayed > 0, 0.0, old_logp - joined([e.sampled_logp for e in examples]))
+    A, sampled_logp = (joined([getattr(e, x) for e in examples]) for x in ("A", "sampled_logp"))
+    weight, replayed = (per_token([getattr(e, x) for e in examples]) for x in ("weight", "replayed"))
+    gap = torch.where(replayed > 0, 0.0, old_logp - sampled_logp)
     tis = torch.exp(gap).clamp(max=c.tis_cap)  # pi_old / pi_sampler: what their numerics differ by
     loss, sums = grpo_loss(logp, old_logp, ref_logp, tis * A, weight, c.eps_low, c.eps_high, c.beta, c.dual_clip)
     loss.backward()
@@ -579,7 +587,8 @@ def with_old_logprobs(run: Run, examples: list[Example]) -> list[Example]:
         logp = logprobs(run, run.policy, [examples[i] for i in batch]).cpu().numpy()
         ends = np.cumsum([len(examples[i].response_ids) for i in batch], dtype=int)
         for i, old_logp in zip(batch, np.split(logp, ends[:-1]), strict=False):  # nothing for an empty micro-batch
-            out[i] = replace(out[i], old_logp=old_logp) if out[i].old_logp is None else out[i]
+            given = np.nan if out[i].old_logp is None else out[i].old_logp
+            out[i] = replace(out[i], old_logp=np.where(np.isnan(given), old_logp, given))
     return out
 
 

@@ -221,8 +221,8 @@ class Sampler:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        n: int = 1,
-        max_new_tokens: int = 512,
+        n: int | Sequence[int] = 1,
+        max_new_tokens: int | Sequence[int] = 512,
         temperature: float = 1.0,
         top_p: float = 1.0,
         seed: int | Sequence[int] = 0,
@@ -231,15 +231,17 @@ class Sampler:
     ) -> list[list[Sample]]:
         """n samples of each prompt, `[prompt][sample]`.
 
-        `seed`: one integer, or one per prompt; then a prompt's samples do not depend on the other prompts of the call.
+        `n`, `max_new_tokens`, `seed`: one integer, or one per prompt. With a seed per prompt, its samples do not depend
+        on the other prompts of the call.
         `on_finished(prompt index, sample index, sample)` is called when a response ends. `known` has samples of an
         interrupted call by these indices: they are returned as they are, and only the others are sampled.
         Raises UserError for a prompt that leaves no room within `max_len`, RuntimeError for logits not finite.
         """
-        waiting, known = self._requests(prompts, n, max_new_tokens, seed), known or {}
+        counts, budgets = ([x] * len(prompts) if isinstance(x, int) else x for x in (n, max_new_tokens))
+        waiting, known = self._requests(prompts, counts, budgets, seed), known or {}
         waiting = deque(r for r in waiting if (r.prompt.index, r.sample) not in known)
-        results = [[known.get((i, j)) for j in range(n)] for i in range(len(prompts))]
-        slots = Slots(self.slots, max_new_tokens, self.is_eos)
+        results = [[known.get((i, j)) for j in range(count)] for i, count in enumerate(counts)]
+        slots = Slots(self.slots, max(budgets, default=1), self.is_eos)
         with attention(self.model), self._ready():
             for step in itertools.count():
                 self._admit(waiting, slots)
@@ -256,14 +258,14 @@ class Sampler:
                     if on_finished:
                         on_finished(request.prompt.index, request.sample, sample)
 
-    def _requests(self, prompts, n: int, max_new_tokens: int, seed) -> list[Request]:
-        if max_new_tokens < 1:
-            raise UserError(f"max_new_tokens: found {max_new_tokens}, allowed: 1 or more")
-        requests, most = [], self.max_len - 1
-        for index, (ids, own_seed) in enumerate(zip(prompts, prompt_seeds(seed, len(prompts)), strict=True)):
+    def _requests(self, prompts, counts: Sequence[int], budgets: Sequence[int], seed) -> list[Request]:
+        if min(budgets, default=1) < 1:
+            raise UserError(f"max_new_tokens: found {min(budgets)}, allowed: 1 or more")
+        requests, most, seeds = [], self.max_len - 1, prompt_seeds(seed, len(prompts))
+        for index, (ids, n, budget, own_seed) in enumerate(zip(prompts, counts, budgets, seeds, strict=True)):
             if not 1 <= len(ids) <= most:
                 raise UserError(f"prompt {index}: found {len(ids)} tokens, allowed: 1 to {most} (max_len - 1)")
-            prompt, budget = CachedPrompt(index, tuple(ids)), min(max_new_tokens, self.max_len - len(ids))
+            prompt, budget = CachedPrompt(index, tuple(ids)), min(budget, self.max_len - len(ids))
             requests += [Request(prompt, j, gumbel.derive_seed(own_seed, j), budget) for j in range(n)]
         return requests
 

@@ -364,9 +364,9 @@ class Rehearsal:
         rows = -(-self.c.token_budget // self.longest)
         length = max(self.c.token_budget // rows, self.longest if rows == 1 else 0)
         prompt, L = [7] * min(64, length // 2), length - min(64, length // 2)
-        logp = np.zeros(L, np.float32)
+        A, logp = np.ones(L, np.float32), np.zeros(L, np.float32)
         return [
-            r3.Example("q", prompt, [7] * L, 1.0, 1 / L, logp, logp if row == rows - 1 else None, row == rows - 1)
+            r3.Example("q", prompt, [7] * L, A, 1 / L, logp, logp if row == rows - 1 else None, row == rows - 1)
             for row in range(rows)
         ]
 

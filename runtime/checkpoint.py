@@ -6,6 +6,7 @@
                                        = bfloat16): each rank writes its part, by torch.distributed.checkpoint
        training/buffer_0.json          the sample buffer of rank 0 (one per rank): its index, see bufferfile.py
        training/buffer/                its responses, in files that consecutive checkpoints share
+       training/carried_0.safetensors  what rank 0 hands from a step to the next, see carried.py
        training/state.json             the step, and a checksum of the problems
        training/manifest.json          sha256 of every other file; a folder that differs from it is not used
    checkpoints/best                    points to the best one (keep_best)
@@ -32,7 +33,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from torch.distributed.checkpoint.api import CheckpointException
 
-from runtime import bufferfile
+from runtime import bufferfile, carried
 from runtime.errors import UserError
 from runtime.files import checksum, fsync, writing
 from runtime.ranks import Ranks
@@ -43,12 +44,12 @@ FILE_BYTES = 2**31  # of all ranks' parts of a file: as much is in host memory w
 
 def save(
     run_dir: Path, model, tokenizer, optimizer, buffer, state: dict, ranks: Ranks, keep: int, dtype: str, prompt=None,
-    best: int | None = None,
+    best: int | None = None, handed_on=None,
 ) -> None:  # fmt: skip
     """Writes checkpoints/step_NNNNNN aside, renames it when it is on the disk, then prunes all but the newest `keep`.
 
     state: what else a resume needs, JSON-able, its `step` among it. dtype: of the exported weights.
-    prompt: what `export` writes. best: a step that is not pruned.
+    prompt: what `export` writes. best: a step that is not pruned. handed_on: see carried.py; None: nothing.
     Raises UserError where the disk is full or must not be written; the checkpoints before stay as they are.
     """
     final = run_dir / "checkpoints" / f"step_{state['step']:06d}"
@@ -67,6 +68,8 @@ def save(
         ranks.barrier()
         save_shards(training / "shards", sharded(model, optimizer, weights=dtype != "float32"), ranks)
         files = bufferfile.save(buffer, training, ranks.rank)
+        if handed_on is not None:
+            carried.save(handed_on, training, ranks.rank)
         ranks.barrier()
         written = [p for p in sorted(aside.rglob("*")) if p.is_file()]
         named = {p: p.stem for p in written if p.parent == training / "buffer"}  # after its checksum

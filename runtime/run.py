@@ -30,7 +30,7 @@ import eval as evaluation
 import verify
 from replay import PLAIN, REFLECTION, ReplayBuffer
 from rollout import Sampler
-from runtime import checkpoint, files, memory
+from runtime import carried, checkpoint, files, memory
 from runtime import model as lm
 from runtime import ranks as machine
 from runtime.errors import UserError
@@ -74,6 +74,8 @@ class Run:
     pass_at_1: float | None = None  # of that evaluation
     best: tuple[float, int] = (-1.0, 0)  # held-out pass@1 and step of the best checkpoint, where the best one is kept
     bad_steps: int = 0  # in a row, with a loss or gradient that was not finite
+    found: list = dataclasses.field(default_factory=list)  # what the ranks of the saved run had handed on
+    hand_on: Callable = lambda: None  # what this rank hands to the next step, for a checkpoint; None: nothing
 
     @property
     def steps_per_epoch(self) -> int:
@@ -185,6 +187,7 @@ def set_up(c, stack: contextlib.ExitStack) -> Run:
         if state["problems"] != run.problems_checksum and not c.override_config:
             raise UserError(f"{c.data}: not the problems that this run began with; allowed with --override-config")
         run.step, run.bad_steps, run.saved = state["step"], state["bad_steps"], state["step"]
+        run.found = carried.load(folder / "training")
     ranks.barrier()  # all have read what the first one now writes to
     if ranks.main:
         checkpoint.clean(Path(c.run_dir))
@@ -417,8 +420,8 @@ def save(run: Run) -> None:
     state = {"step": run.step, "bad_steps": run.bad_steps, "problems": run.problems_checksum}
     parts = (run.policy, run.tokenizer, run.optimizer, run.buffer, state, run.ranks)
     prompt = {"prompt_suffix": c.prompt_suffix, "system_prompt": c.system_prompt}
-    best = run.best[1] if c.keep_best else None
-    checkpoint.save(Path(c.run_dir), *parts, keep=c.checkpoints_kept, dtype=c.save_dtype, prompt=prompt, best=best)
+    how = {"keep": c.checkpoints_kept, "dtype": c.save_dtype, "best": run.best[1] if c.keep_best else None}
+    checkpoint.save(Path(c.run_dir), *parts, **how, prompt=prompt, handed_on=run.hand_on())
     run.saved = run.step
 
 

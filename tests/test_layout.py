@@ -5,17 +5,18 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ALGORITHMS = ["r3"]
+ALGORITHMS = ["r3", "attnrl"]
 # from the top to the bottom; a module imports only modules of lines below its own
 LAYERS = """
+attnrl
 r3
 runtime.run
 runtime.memory runtime.optimizer
 plot
 eval
 scores.answers scores.tables verify rollout runtime.checkpoint runtime.signals
-runtime.sharding
-runtime.model sampling.decoder grader.worker replay runtime.bufferfile
+runtime.sharding runtime.stepattention
+runtime.model sampling.decoder grader.worker replay runtime.bufferfile runtime.carried
 grader.equality
 sampling.kvcache sampling.gumbel grader.latex runtime.problems runtime.config runtime.files runtime.ranks
 entropy runtime.attention

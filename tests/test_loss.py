@@ -46,7 +46,7 @@ def test_advantage_std_reaches_the_examples():
     group = fresh_group("a", [True, False, False, False])
     for std, expected in ((True, [3**0.5, -(3**-0.5)]), (False, [0.75, -0.25])):
         examples = r3.training_examples([group], ONE_RANK, r3.Config(advantage_std=std))
-        assert [e.A for e in examples[:2]] == pytest.approx(expected, rel=1e-3)
+        assert [float(e.A[0]) for e in examples[:2]] == pytest.approx(expected, rel=1e-3)
 
 
 def test_advantages_do_not_write_into_the_rewards():
@@ -161,7 +161,7 @@ def test_statistics_are_taken_after_injection():
     mixed = replace(group, responses=(*group.responses, success), rewards=(0.0, 0.0, 1.0))
     rows = r3.training_examples([mixed], ONE_RANK, config)
     expected = r3.group_advantages([0.0, 0.0, 1.0], 2.0, 0.1)
-    assert [row.A for row in rows] == pytest.approx(expected.tolist())
+    assert [float(row.A[0]) for row in rows] == pytest.approx(expected.tolist())
     assert [row.old_logp is None for row in rows] == [True, True, False]
     assert [row.replayed for row in rows] == [False, False, True]
 

@@ -18,7 +18,7 @@ from runtime import run as run_module
 from runtime.optimizer import gradient
 
 ROOT = Path(__file__).parent.parent
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.yaml") if not p.stem.startswith("attnrl"))
 TIMED = {"seconds_load", "seconds_rollout", "seconds_waited", "seconds_update", "tokens_per_second", "peak_memory_gb"}
 
 

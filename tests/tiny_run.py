@@ -80,17 +80,18 @@ def short_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def start(short_model, tmp_path_factory):
-    """start(run_dir, key=value, ...) trains there and returns run_dir. Verifier and check of answers are replaced."""
+    """start(run_dir, key=value, ...) trains there, by r3 or by `program`, and returns run_dir. The verifier and
+    the check of answers are replaced."""
     problems = tmp_path_factory.mktemp("short") / "problems.jsonl"
     lines = (json.dumps({"uid": f"q{i}", "problem": f"{i}+1=", "answer": str(i + 1)}) for i in range(8))
     problems.write_text("\n".join(lines))
 
-    def start(run_dir: Path, **changes) -> Path:
+    def start(run_dir: Path, program=r3, **changes) -> Path:
         given = {"model": short_model, "data": problems, "eval_data": problems, "run_dir": run_dir}
         with pytest.MonkeyPatch.context() as patch, exit_cleanly():
             patch.setattr(run, "Verifier", RuleVerifier)
             patch.setattr(verify, "check", lambda problems: [])
-            r3.main([f"--{key}={value}" for key, value in (given | SHORT | changes).items()])
+            program.main([f"--{key}={value}" for key, value in (given | SHORT | changes).items()])
         return run_dir
 
     return start
