@@ -479,9 +479,8 @@ def train(config: Config) -> None:
 
 
 def log(run: Run, groups: list[Tree], sampled: list[Group], learning: dict, counts: dict) -> None:
-    """R³'s row; what is fresh in it are the n responses per query, as first sampled. And counts of this step."""
+    """R³'s row, with counts of this step. Accuracy, reward and lengths are those of the responses as first sampled."""
     epoch, once = counts.pop("epoch"), float(run.ranks.main)  # a count is a sum over ranks
-    counts["sampled_tokens"] = sum(len(r.response_ids) for g in sampled for r in g.responses)
     log_step(run, epoch, groups, sampled, learning | {name: (count, once) for name, count in counts.items()})
 
 

@@ -434,16 +434,16 @@ class Spy:
 @pytest.mark.parametrize("minibatches", [1, 2])
 def test_all_parts_off_is_r3s_grpo_to_the_last_bit(start, tmp_path, minibatches):
     same = {"replay": False, "reflect": False, "rank": False, "length_reward": 0, "loss_agg": "token"}
-    same |= {"batch_size": 4, "minibatches": minibatches}
+    same |= {"batch_size": 4, "minibatches": minibatches, "eval_every": 6, "eval_n": 1}
     start(tmp_path / "r3", **same)
     start(tmp_path / "attnrl", **ATTN | OFF | same)
     shared = [{k: v for k, v in row.items() if k in other} for row, other in
               zip(rows(tmp_path / "attnrl"), rows(tmp_path / "r3"), strict=True)]  # fmt: skip
     assert shared == rows(tmp_path / "r3") and any(row.get("grad_norm") for row in shared)
     kept = [checkpoints(tmp_path / name) for name in ("attnrl", "r3")]
-    for a, b in zip(*(k.values() for k in kept), strict=True):
-        names = ["model.safetensors", "training/optimizer.safetensors"]
-        assert [a[name] for name in names] == [b[name] for name in names]
+    for a, b in zip(*(folders.values() for folders in kept), strict=True):
+        names = {name for name in (*a, *b) if "carried" not in name and name != "buffer"}  # weights and moments, e.g.
+        assert len(names) > 5 and all(a[name] == b[name] for name in names)
 
 
 def test_each_part_off_changes_a_run(start, tmp_path):
@@ -484,7 +484,7 @@ def test_the_leaves_of_a_run(start, tmp_path, monkeypatch):
     spy = Spy(monkeypatch)
     run_dir = start(tmp_path / "run", **ATTN)
     continued = 0
-    steps = [row for row in rows(run_dir) if "queries" in row]
+    steps, tokens = [row for row in rows(run_dir) if "queries" in row], 0
     for (step, trees, sampled, *_), row in zip(spy.steps, steps, strict=True):
         initial = {g.uid: g for g in sampled if g.prompt.kind == "plain"}
         for g in sampled:
@@ -500,11 +500,10 @@ def test_the_leaves_of_a_run(start, tmp_path, monkeypatch):
                 assert sum(tokens for _, tokens in path) == len(leaf.response_ids)
                 assert (stale > 0) == (step > 1 and (leaf.step < step or len(path) > 1))
             continued += len(tree.responses) - 4
-        assert row["sampled_tokens"] == sum(len(r.response_ids) for g in sampled for r in g.responses)
+        tokens += sum(len(r.response_ids) for g in sampled for r in g.responses)
         assert row["leaves"] == sum(len(tree.responses) for tree in trees) and row["queries"] == len(initial)
     assert continued > 50
-    total = sum(row.get("sampled_tokens", 0) for row in rows(run_dir))
-    assert total == sum(drawn for *_, drawn in spy.steps)  # what the sampler has returned
+    assert tokens == sum(drawn for *_, drawn in spy.steps)  # those that the log counts, and what the sampler returned
 
 
 def spy_eos(spy) -> set[int]:
