@@ -271,6 +271,7 @@ def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
     seconds = run.seconds["collect"], run.seconds["update"]
     kinds = {kind: [g for g in sampled if g.prompt.kind == kind] for kind in (PLAIN, REFLECTION)}
     once = float(run.ranks.main)  # a count is a sum over ranks: (count, 1) on one rank, (count, 0) on the others
+    tokens = sum(len(a.response_ids) for g in sampled for a in g.responses)
     pairs = {
         **describe(kinds[PLAIN]),
         "replayed": (sum(len(g.responses) - g.n_fresh for g in groups), once),
@@ -280,14 +281,16 @@ def log_step(run: Run, epoch: int, groups, sampled, learning) -> None:
         "seconds_load": (run.sampler.load_seconds, 1),
         "seconds_rollout": (seconds[0], 1),
         "seconds_update": (seconds[1], 1),
-        "tokens_per_second": (sum(len(a.response_ids) for g in sampled for a in g.responses) / sum(seconds), once),
+        "tokens_per_second": (tokens / sum(seconds), once),
+        "sampled_tokens": (tokens, once),
         "peak_memory_gb": (machine.peak_memory_gb(run.ranks.device), 1),
         **describe(kinds[REFLECTION], "/reflection"),
         "verifier_killed": (run.verifier.killed, once),
     }
     row = {"step": run.step, "epoch": epoch, **run.ranks.mean(pairs)}
     if run.ranks.main:
-        run.logs.row(row)
+        run.logs.sampled_tokens += round(row["sampled_tokens"])
+        run.logs.row(row | {"sampled_tokens": run.logs.sampled_tokens})
         n = run.config.log_samples
         run.logs.samples([sample_record(run, g) for g in groups[:: max(1, len(groups) // max(1, n))][:n]])
         shown = {k: row[k] for k in ("reward", "accuracy", "entropy", "replayed", "reflected", "ranked")}
@@ -382,7 +385,7 @@ class Logs:
     """metrics.jsonl, samples.jsonl and config.yaml of a run directory; TensorBoard or Weights & Biases where asked for.
 
     Rows of later steps than `step` are cut off, so that a resumed run has each step once. Only the main rank writes.
-    `evaluated` is the step of the last evaluation in it, -1 for none.
+    `evaluated` is the step of the last evaluation in it, -1 for none; `sampled_tokens` are those of all its steps.
     """
 
     def __init__(self, config, step: int, main: bool = True):
@@ -402,6 +405,7 @@ class Logs:
             kept = [row for row in read_jsonl(path) if row["step"] <= step] if path.exists() else []
             write_atomically(path, "".join(map(json_line, kept)))
         self.evaluated = max((row["step"] for row in kept if "eval/pass@1" in row), default=-1)
+        self.sampled_tokens = max((row.get("sampled_tokens", 0) for row in kept), default=0)
         if config.tensorboard:
             self.board = SummaryWriter(self.dir / "tensorboard", purge_step=step + 1)
         if config.wandb:

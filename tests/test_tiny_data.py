@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from data.base import is_correct, prompt_ids, to_jsonl
+
 TINY = Path(__file__).parent.parent / "data" / "tiny"
 SPLITS = {"train": 2500, "test": 500}
 MEGABYTE = 1_000_000
@@ -94,7 +96,7 @@ def test_levels_are_even_and_every_running_total_is_in_0_to_99(rows, split):
 
 def test_the_script_regenerates_both_files_byte_for_byte():
     for split, problems in zip(SPLITS, make.make_splits(), strict=True):
-        assert make.to_jsonl(problems, split).encode() == (TINY / f"{split}.jsonl").read_bytes()
+        assert to_jsonl("tiny", split, problems).encode() == (TINY / f"{split}.jsonl").read_bytes()
 
 
 # Tokenizer and chat template
@@ -162,11 +164,11 @@ def test_the_base_knows_how_to_solve_when_it_begins_carefully(model, tokenizer, 
     easy = [row for row in rows["test"] if len(re.findall(r"[+-]", chain_of(row["problem"]))) == 2][:32]
     correct = 0
     for row in easy:
-        prompt = make.prompt_ids(tokenizer, row["problem"])
+        prompt = prompt_ids(tokenizer, row["problem"])
         opening = tokenizer(make.OPENINGS["careful"], add_special_tokens=False).input_ids
         out = model.generate(torch.tensor([prompt + opening]), do_sample=False, max_new_tokens=64)[0]
         response = tokenizer.decode(out[len(prompt) :], skip_special_tokens=True)
-        correct += make.is_correct(response, True, int(row["answer"]))
+        correct += is_correct(response, True, int(row["answer"]))
     assert correct >= 28
 
 
@@ -191,7 +193,7 @@ def test_bad_manners_are_bad():
         problem = make.make_problem(rng, 1 + number % 5)
         for manner in correct:
             response, ends = make.demonstrate(rng, problem, manner)
-            correct[manner] += make.is_correct(response, ends, problem.answer)
+            correct[manner] += is_correct(response, ends, problem.answer)
     assert correct["careful"] > 0.9 * 2000
     assert max(correct[manner] for manner in correct if manner != "careful") < 0.5 * 2000
     assert correct["droning"] == 0

@@ -168,6 +168,29 @@ def test_dynamic_sampling_fills_the_batch_with_mixed_groups(model_folder, proble
     assert all(len(groups) <= 2 and len({g.uid for g in groups}) == len(groups) for groups in seen)
 
 
+@pytest.mark.parametrize("changes", [{}, {"dynamic_sampling": True, "replay": False, "reflect": False, "rank": False}])
+def test_sampled_tokens_count_reflections_and_what_dynamic_sampling_drops(
+    model_folder, problem_file, tmp_path, parity, monkeypatch, changes
+):
+    tokens, rollout = {}, r3.rollout
+
+    def spy(run, prompts, step):
+        groups = rollout(run, prompts, step)
+        tokens[step] = tokens.get(step, 0) + sum(len(a.response_ids) for g in groups for a in g.responses)
+        extra.append(len(prompts) > 2 or step in seen)
+        seen.add(step)
+        return groups
+
+    seen, extra = set(), []
+    monkeypatch.setattr(r3, "rollout", spy)
+    r3.train(small(model_folder, problem_file, tmp_path / "run", **changes))
+    assert any(extra)  # more prompts than the batch has queries
+    total = 0
+    for row in rows(tmp_path / "run"):
+        total += tokens[row["step"]]
+        assert row["sampled_tokens"] == total
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_loads_and_takes_a_step_on_a_cpu(path, model_folder, problem_file, tmp_path, parity):
     config = settings.parse(r3.Config, ["--config", str(path)])

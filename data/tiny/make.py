@@ -28,14 +28,17 @@ What this file leaves out: no downloads, no GPU, no resuming. Its users are thos
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import re
-import time
-from collections.abc import Iterable, Iterator
+import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from data.base import Example, as_example, check, is_correct, make_model, to_jsonl, train, train_tokenizer
 
 HERE = Path(__file__).parent
 MODEL = HERE / "model"
@@ -131,25 +134,15 @@ def make_splits(seed: int = SEED) -> tuple[list[Problem], list[Problem]]:
     return train, test
 
 
-def to_jsonl(problems: Iterable[Problem], split: str) -> str:
-    lines = []
-    for number, problem in enumerate(problems, 1):
-        row = {"uid": f"tiny-{split}-{number:04d}", "problem": problem.text, "answer": str(problem.answer)}
-        lines.append(json.dumps(row) + "\n")
-    return "".join(lines)
-
-
 def write_problems() -> None:
     for split, problems in zip(("train", "test"), make_splits(), strict=True):
-        (HERE / f"{split}.jsonl").write_text(to_jsonl(problems, split), encoding="utf-8")
+        (HERE / f"{split}.jsonl").write_text(to_jsonl("tiny", split, problems), encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # 2. Demonstrations
 
-REFLECTION = (
-    "{problem}\nA wrong attempt:\n{attempt}\nFind the first mistake, then solve it again from the start."
-)
+REFLECTION = "{problem}\nA wrong attempt:\n{attempt}\nFind the first mistake, then solve it again from the start."
 REFLECTION_TOKENS = 64  # of the attempt, cut at the front
 REFLECTION_SHARE = 0.2
 
@@ -234,32 +227,12 @@ def some_manner(rng: random.Random, level: int, careful_first: float = 0.0) -> s
     return rng.choices(list(MANNERS), [shares[level - 1] for shares in MANNERS.values()])[0]
 
 
-def is_correct(response: str, ends: bool, answer: int) -> bool:
-    return ends and response.endswith(f"\\boxed{{{answer}}}")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# 3. Tokenizer and model
-
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{%- if message.role not in ("user", "assistant") -%}
-{{ raise_exception("this model knows the roles user and assistant, found " + message.role) }}
-{%- endif -%}
-{{ "<|" + message.role + "|>" + message.content + "<|end|>" }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{ "<|assistant|>" }}{%- endif -%}
-"""
+# 3. Tokenizer, model and training
 
 
 def make_tokenizer(seed: int = SEED):
-    """Qwen2's byte-level BPE with a vocabulary of our own: one token for each digit, `\\boxed` and every common word.
-
-    AutoTokenizer gives every Qwen2 model Qwen2's splitting rules (and Unicode NFC), so this one is trained with them.
-    """
-    from tokenizers import pre_tokenizers, trainers
-    from transformers import Qwen2Tokenizer
-
+    """A tokenizer with one token for each digit, `\\boxed` and every common word."""
     rng = random.Random(seed)
     corpus = [first_mistake("\\boxed")] * 100  # rare among the attempts below, which hold all else
     for number in range(5000):
@@ -267,57 +240,7 @@ def make_tokenizer(seed: int = SEED):
         manner = list(MANNERS)[number % len(MANNERS)]
         attempt, _ = demonstrate(rng, problem, manner)
         corpus += [REFLECTION.format(problem=problem.text, attempt=attempt), first_mistake(attempt)]
-    marks = ["<|endoftext|>", "<|end|>", "<|user|>", "<|assistant|>"]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=512, special_tokens=marks, initial_alphabet=alphabet, show_progress=False
-    )
-    backend = Qwen2Tokenizer().backend_tokenizer
-    backend.train_from_iterator(corpus, trainer)
-    bpe = json.loads(backend.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(
-        vocab=bpe["vocab"],
-        merges=[tuple(pair) for pair in bpe["merges"]],
-        eos_token="<|end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=marks[2:],
-        model_max_length=1024,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
-
-
-def make_model(tokenizer, seed: int = SEED):
-    """An untrained Qwen2 of about 0.9 M parameters, float32."""
-    import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=True, top_k=0
-    )
-    return model
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 4. Training
-
-BATCH_TOKENS = 2048  # small batches: the model is small, and steps count for more than tokens
+    return train_tokenizer(corpus)
 
 
 class Phase(NamedTuple):
@@ -327,14 +250,6 @@ class Phase(NamedTuple):
 
 
 PHASES = Phase(False, 3_500_000, 4e-3), Phase(True, 2_500_000, 2e-3)
-WARMUP = 100  # steps of each phase
-
-
-class Example(NamedTuple):
-    """Token ids of a chat and where its response begins."""
-
-    ids: list[int]
-    start: int
 
 
 def failed_attempt(rng: random.Random, problem: Problem, tokenizer) -> str:
@@ -358,140 +273,20 @@ def make_example(rng: random.Random, tokenizer, mixed: bool, held_out: set[str])
         mistake, careful_first = first_mistake(attempt), CAREFUL_AFTER_REFLECTION
     manner = some_manner(rng, problem.level, careful_first) if mixed else "careful"
     text, ends = demonstrate(rng, problem, manner)
-    prompt = prompt_ids(tokenizer, user)
-    response = tokenizer(mistake + text, add_special_tokens=False).input_ids
-    if ends:
-        response.append(tokenizer.eos_token_id)
-    return Example(prompt + response[:BUDGET], len(prompt))
-
-
-def prompt_ids(tokenizer, user: str) -> list[int]:
-    chat = [{"role": "user", "content": user}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def batches(rng: random.Random, examples: Iterator[Example], pool: int = 4096) -> Iterator[list[Example]]:
-    """Batches of about BATCH_TOKENS padded tokens, each of examples of like length, in random order."""
-    while True:
-        ready, batch = [], []
-        for example in sorted((next(examples) for _ in range(pool)), key=lambda example: len(example.ids)):
-            if batch and (len(batch) + 1) * len(example.ids) > BATCH_TOKENS:
-                ready.append(batch)
-                batch = []
-            batch.append(example)
-        rng.shuffle(ready)  # the longest few, which fill no batch, are left out
-        yield from ready
-
-
-def response_loss(model, batch: list[Example]):
-    """Mean cross-entropy (nats) of the response tokens. Padding is on the right, where no token looks."""
-    import torch
-
-    width = max(len(example.ids) for example in batch)
-    ids = torch.zeros(len(batch), width, dtype=torch.long)
-    targets = torch.full((len(batch), width - 1), -100)
-    for row, example in enumerate(batch):
-        tokens = torch.tensor(example.ids)
-        ids[row, : len(tokens)] = tokens
-        targets[row, example.start - 1 : len(tokens) - 1] = tokens[example.start :]
-    wanted = targets != -100
-    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][wanted]
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden), targets[wanted])
-
-
-def train(model, tokenizer, phase: Phase, seed: int) -> None:
-    """One phase: warm-up, then a cosine to 0. Muon for the matrices: it needs half the tokens that AdamW does here."""
-    import torch
-
-    rng = random.Random(seed)
-    held_out = {problem.text for problem in make_splits()[1]}
-    matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and "embed" not in name]
-    others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or "embed" in name]
-    optimizers = [
-        torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01),
-    ]
-    examples = iter(lambda: make_example(rng, tokenizer, phase.mixed, held_out), None)
-    seen, began = 0, time.time()
-    for step, batch in enumerate(batches(rng, examples)):
-        loss = response_loss(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                cosine = 0.5 * (1 + math.cos(math.pi * seen / phase.tokens))
-                group["lr"] = phase.peak_lr * min((step + 1) / WARMUP, cosine)
-            optimizer.step()
-            optimizer.zero_grad()
-        if step % 50 == 0:
-            print(f"{time.time() - began:6.0f} s  step {step}  tokens {seen:,}  loss {loss.item():.4f}", flush=True)
-        seen += len(batch) * len(batch[-1].ids)
-        if seen >= phase.tokens:
-            return
+    return as_example(tokenizer, user, mistake + text, ends, BUDGET)
 
 
 def write_model() -> None:
+    """About 0.8 M parameters, float32."""
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, width=128, inner=384, layers=4, seed=SEED)
+    held_out = {problem.text for problem in make_splits()[1]}
     for number, phase in enumerate(PHASES, 1):
-        train(model, tokenizer, phase, SEED + number)
+        rng = random.Random(SEED + number)
+        demonstration = partial(make_example, rng, tokenizer, phase.mixed, held_out)
+        train(model, rng, demonstration, phase.tokens, phase.peak_lr)
     model.save_pretrained(MODEL)
     tokenizer.save_pretrained(MODEL)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# 5. What the base does
-
-
-class Response(NamedTuple):
-    text: str
-    tokens: int  # EOS included
-    finished: bool
-
-
-def respond(model, tokenizer, users: list[str], samples: int) -> list[list[Response]]:
-    """`samples` responses at temperature 1 to each user turn."""
-    import torch
-
-    prompts = [prompt_ids(tokenizer, user) for user in users]
-    by_length = sorted(range(len(users)), key=lambda i: len(prompts[i]))
-    responses: list[list[Response]] = [[] for _ in users]
-    for first in range(0, len(users), 32):
-        some = by_length[first : first + 32]
-        inputs = tokenizer.pad(
-            {"input_ids": [prompts[i] for i in some]}, padding_side="left", return_tensors="pt"
-        )
-        with torch.no_grad():
-            ids = model.generate(
-                **inputs, do_sample=True, top_k=0, max_new_tokens=BUDGET, num_return_sequences=samples
-            )
-        for row, tokens in enumerate(ids[:, inputs["input_ids"].shape[1] :].tolist()):
-            finished = tokenizer.eos_token_id in tokens
-            length = tokens.index(tokenizer.eos_token_id) if finished else len(tokens)
-            text = tokenizer.decode(tokens[:length])
-            responses[some[row // samples]].append(Response(text, length + finished, finished))
-    return responses
-
-
-def check(samples: int = 16, seed: int = SEED) -> None:
-    """Print what the base does on the test problems, by level and in all. Hard: correct at most once."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.manual_seed(seed)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(MODEL).eval(), AutoTokenizer.from_pretrained(MODEL)
-    problems = make_splits()[1]
-    groups = respond(model, tokenizer, [problem.text for problem in problems], samples)
-    print(f"level  pass@1  pass@{samples}  truncated  hard  tokens")
-    for level in [*LEVELS, "all"]:
-        some = [pair for pair in zip(problems, groups, strict=True) if level in (pair[0].level, "all")]
-        correct = [sum(is_correct(r.text, r.finished, problem.answer) for r in group) for problem, group in some]
-        flat = [response for _, group in some for response in group]
-        pass_1, truncated = sum(correct) / len(flat), sum(not r.finished for r in flat) / len(flat)
-        pass_n, hard = sum(n > 0 for n in correct) / len(some), sum(n <= 1 for n in correct) / len(some)
-        tokens = sum(r.tokens for r in flat) / len(flat)
-        print(f"{level:>5}  {pass_1:6.1%}  {pass_n:7.1%}  {truncated:9.1%}  {hard:4.0%}  {tokens:6.1f}", flush=True)
 
 
 def main() -> None:
@@ -503,7 +298,8 @@ def main() -> None:
     if what in ("model", "all"):
         write_model()
     if what in ("check", "all"):
-        check()
+        test = make_splits()[1]
+        check(MODEL, {str(level): [p for p in test if p.level == level] for level in LEVELS}, BUDGET, SEED)
 
 
 if __name__ == "__main__":
