@@ -546,7 +546,11 @@ def test_resumed_run_equals_the_unbroken_one(unbroken, start, tmp_path, finished
     assert_same_run(unbroken(**ATTN), start(tmp_path / "run", resume=True, **ATTN))
 
 
-VARIANTS = [{"off_policy_steps": 0, "branch_on": "random"}, {"branch": False}, {"minibatches": 2, "beta": 0}]
+VARIANTS = [
+    {"off_policy_steps": 0, "branch_on": "random"},
+    {"branch": False},
+    {"minibatches": 2, "beta": 0, "dtype": "bfloat16"},
+]
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
