@@ -70,9 +70,8 @@ BRANCH = "branch"  # the kind of a prompt that ends with the beginning of a resp
 
 @dataclass(frozen=True)
 class Config(r3.Config):
-    """R³'s keys, some with the defaults of AttnRL, and its own. The comment gives symbol, meaning, unit and source."""
+    """R³'s keys, the first ones here with the defaults of AttnRL, and its own. The comment gives symbol and meaning."""
 
-    # the loop
     batch_size: int = bounded(64, low=1)  # B_1, queries of the first step
     group_size: int = bounded(6, low=2)  # n, responses per query before branching
     minibatches: int = bounded(2, low=1)  # optimiser steps per batch

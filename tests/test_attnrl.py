@@ -546,7 +546,11 @@ def test_resumed_run_equals_the_unbroken_one(unbroken, start, tmp_path, finished
     assert_same_run(unbroken(**ATTN), start(tmp_path / "run", resume=True, **ATTN))
 
 
-VARIANTS = [{"off_policy_steps": 0, "branch_on": "random"}, {"branch": False}, {"minibatches": 2, "beta": 0}]
+VARIANTS = [
+    {"off_policy_steps": 0, "branch_on": "random"},
+    {"branch": False},
+    {"minibatches": 2, "beta": 0, "dtype": "bfloat16"},
+]
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
@@ -661,3 +665,18 @@ def test_ranks_keep_in_step_and_another_number_of_them_goes_on_with_what_is_in_f
         taken = {uid: row for steps in later for uid, row in steps[0]["before"].items()}
         assert handed and handed == taken
     assert not parts[-1][0][-1]["after"]
+
+
+def test_the_place_in_the_data_goes_on_over_epochs_of_whole_batches():
+    """Seven queries and batches of 2, 3 and 3: the third does not fit into the first epoch, which loses two queries."""
+    problems = [Problem(f"q{i}", "", "1", "here") for i in range(7)]
+    run = train_run(random_model())
+    run.problems, run.n_problems, run.prompts = problems, 7, {p.uid: [3] for p in problems}
+    orders = [r3.rng(run.config, "epoch", epoch).sample(problems, 7) for epoch in (0, 1)]
+    state = attnrl.State(batch=2)
+    for size, (epoch, begin) in zip((2, 3, 3, 99), ((0, 0), (0, 2), (1, 0), (2, 0)), strict=True):
+        state, prompts = attnrl.draw(run, attnrl.replace(state, batch=size))
+        assert (state.epoch, state.place) == (epoch, begin + min(size, 7))
+        if epoch < 2:
+            assert [p.problem for p in prompts] == orders[epoch][begin:][:size]
+    assert len({p.problem.uid for p in prompts}) == 7  # a batch larger than the data is the data
