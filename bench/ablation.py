@@ -325,7 +325,7 @@ def draw(cells: dict[Cell, dict]) -> Figure:
         means = [statistics.fmean(c[step][1] for c in curves) for step in steps]
         style = plot.line_style(i) | {"linestyle": ("-", "--", ":", "-.")[i % 4], "marker": MARKERS[i % 7]}
         for axes, x in zip(panels, (tokens, steps), strict=True):
-            axes.plot(x, means, **style, markersize=6, label=f"{LABELS[method]}, lr {lr:g}")
+            axes.plot(x, means, **style, label=f"{LABELS[method]}, lr {lr:g}")
             if len(rows) > 1:
                 std = statistics.stdev(c[steps[-1]][1] for c in curves)
                 axes.errorbar(x[-1], means[-1], std, color=style["color"], capsize=3, linewidth=1)
