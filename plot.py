@@ -7,8 +7,8 @@
     python plot.py runs/r3 --groups --step 20                                       # in the terminal
 
 Figure 4: reward, solve-all and solve-none groups, entropy, response length and held-out pass@1, over steps or sampled
-tokens. Figure 3: pass@K for K = 1, 2, 4 ..., and pass@N for shorter maximum lengths. A panel that no run has data for
-is left out. Left out altogether: anything interactive; metrics.jsonl is plain JSON.
+tokens. Figure 3: pass@K for K = 1, 2, 4 ..., and pass@16 for shorter maximum lengths. A panel that no run has data
+for is left out. Left out altogether: anything interactive; metrics.jsonl is plain JSON.
 """
 
 from __future__ import annotations
@@ -245,8 +245,9 @@ def draw(
     if answers:
         fewest = min(len(v) for _, rows in answers.values() for v in verdicts(rows).values())
         curves.append(({label: pass_at_k_curve(rows) for label, (_, rows) in answers.items()}, "pass@K", "K"))
-        lengths = {label: c for label, found in answers.items() if (c := length_curve(*found, fewest))}
-        curves += [(lengths, f"pass@{fewest} by maximum length", "tokens")] * bool(lengths)
+        k = min(16, fewest)  # as in the paper
+        lengths = {label: c for label, found in answers.items() if (c := length_curve(*found, k))}
+        curves += [(lengths, f"pass@{k} by maximum length", "tokens")] * bool(lengths)
     count = len(drawn) + len(curves)
     if not count:
         raise UserError(f"found none of {', '.join(p.key for p in panels)} in the metrics; nothing to draw")
