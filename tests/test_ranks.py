@@ -128,6 +128,7 @@ def waited(ranks: Ranks) -> float | None:
     run.ranks, run.config = ranks, r3.Config(log_samples=0)
     run.sampler, run.verifier = types.SimpleNamespace(load_seconds=0.0), types.SimpleNamespace(killed=0)
     run.logs = types.SimpleNamespace(row=lambda row: setattr(run, "row", row), samples=lambda rows: None)
+    run.logs.sampled_tokens, run.pass_at_1 = 0, None
     run.bar = types.SimpleNamespace(set_postfix=lambda *_, **__: None, update=lambda: None)
     run_module.log_step(run, 1, [], [], {})
     return run.row["seconds_waited"] if ranks.main else None
