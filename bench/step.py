@@ -29,7 +29,7 @@ import r3
 from rollout import Sampler
 from runtime import config as settings
 from runtime import ranks as machine
-from runtime.memory import OUTSIDE, needed
+from runtime.memory import OUTSIDE, most_slots, needed
 from runtime.sharding import local
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
@@ -65,7 +65,8 @@ def step(c: r3.Config, shape, device: torch.device, new: int) -> list[dict]:
             row |= {"peak_gb": machine.peak_memory_gb(device), "plan_gb": (planned - OUTSIDE) / 1e9}
         rows.append(row)
 
-    sampler = Sampler(run.sampled_from, set(), c.slots, run.longest)
+    most = most_slots(c, run.run.policy, run.run.ranks, run.longest)
+    sampler = Sampler(run.sampled_from, set(), c.slots, run.longest, most=most)
     plan = needed(c, shape, parameters, 1, sampler.slots, run.longest)
     sampler.load(run.run.policy)
     n = c.group_size
@@ -129,10 +130,10 @@ def main() -> None:
     for work in (
         lambda: step(c, shape, device, args.new),
         lambda: [by_generate(shape, device, 8 if args.small else 64, args.new)],
-        lambda: [by_vllm(shape, c.slots, args.new)],
+        lambda: [by_vllm(shape, rows[0]["tokens"] // args.new, args.new)],  # as many responses as ours
     ):
         try:
-            rows += work()
+            rows.extend(work())
         except Exception as error:  # a part that fails is a row that says so; the others go on
             rows.append({"what": "failed", "note": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"})
         gc.collect()
